@@ -1,0 +1,153 @@
+"""The finite space of a sweep: every combination of axes, legal ones and pruned ones with the rule that prunes them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sweeps.spec import Axis, SweepSpec, axes
+from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
+from trainers.plan import Plan
+from trainers.shape import ModelShape
+from trainers.strategies import STRATEGIES
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the sweep may use at once, and on which kind of device."""
+
+    device: str  # cuda or cpu
+    workers: int  # ranks that fit side by side
+    description: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the space. Conditional axes that do not apply are absent from its values."""
+
+    id: str
+    learning: Mapping[str, Any]
+    system: Mapping[str, Any]
+    gradient_accumulation_steps: int | None = None
+    reasons: tuple[str, ...] = field(default=())  # rules that forbid it; empty: legal
+
+    @property
+    def legal(self) -> bool:
+        return not self.reasons
+
+    @property
+    def num_workers(self) -> int:
+        return int(self.system["num_workers"])
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """All values in one level; learning and system names do not overlap."""
+        return {**self.learning, **self.system}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What legality depends on beside the candidate."""
+
+    cluster: Cluster
+    shape: ModelShape | None
+    launcher: str
+
+
+def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
+    """Return every distinct combination in the order of the axes, the last axis fastest."""
+    learnings = list(_combinations(axes(LearningConfig), spec.learning.values()))
+    systems = list(_combinations(axes(SystemConfig), spec.system.values()))
+    found: dict[str, Candidate] = {}
+    for learning, system in itertools.product(learnings, systems):
+        candidate = _candidate(spec.model, learning, system, context)
+        found.setdefault(candidate.id, candidate)
+    return list(found.values())
+
+
+def trial_tree(spec: SweepSpec, candidate: Candidate, device: str, target: float | None) -> dict[str, Any]:
+    """Return the config of a candidate's trial, in file form."""
+    run = {
+        "device": device,
+        "max_tokens": spec.budget.tokens_per_trial,
+        "epochs": spec.epochs,
+        "target_eval_loss": target,
+        "eval_every_tokens": spec.eval_every_tokens,
+    }
+    top = {
+        name: getattr(spec, name)
+        for name in ("model", "model_revision", "data", "eval_data", "eval_fraction", "data_template", "data_on_error")
+    }
+    return {**top, "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
+
+
+def trial_config(spec: SweepSpec, candidate: Candidate, device: str, target: float | None = None) -> TrialConfig:
+    """Return the typed config of a candidate's trial."""
+    return from_tree(TrialConfig, trial_tree(spec, candidate, device, target))
+
+
+def varying(candidates: Sequence[Candidate]) -> list[str]:
+    """Return the axes on which the candidates differ: what tells one from another in a table."""
+    names = dict.fromkeys(name for c in candidates for name in c.flat)
+    return [n for n in names if len({json.dumps(c.flat.get(n)) for c in candidates}) > 1]
+
+
+def pruned_rules(candidates: Sequence[Candidate]) -> Counter[str]:
+    """Count the rules that prune, over all candidates."""
+    return Counter(reason for c in candidates for reason in c.reasons)
+
+
+def _combinations(all_axes: Sequence[Axis], values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the product of axes in which a conditional axis multiplies only the branches that it applies to.
+
+    A conditional axis comes after the axis that it depends on.
+    """
+    partial: list[dict[str, Any]] = [{}]
+    for axis in all_axes:
+        grown = []
+        for chosen in partial:
+            condition = axis.only_with
+            if condition is not None and chosen[condition.field] not in condition.values:
+                grown.append(chosen)
+            else:
+                grown += [{**chosen, axis.name: value} for value in dict.fromkeys(values[axis.name])]
+        partial = grown
+    yield from partial
+
+
+def _candidate(model: str, learning: Mapping[str, Any], system: Mapping[str, Any], context: Context) -> Candidate:
+    identity = json.dumps({"model": model, "learning": learning, "system": system}, sort_keys=True)
+    key = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    typed = from_tree(SystemConfig, dict(system))
+    strategy = STRATEGIES[typed.strategy]
+    reasons: list[str] = []
+    accumulation = None
+    plan: Plan | None = None
+    try:
+        plan = strategy.plan(typed)
+        accumulation = plan.accumulation(learning["global_batch_size"], typed.micro_batch_size)
+    except ValueError as error:
+        reasons.append(str(error))
+    if plan is not None:
+        reasons += strategy.validate(plan, context.shape)
+    reasons += _general_rules(learning, typed, context)
+    return Candidate(key, learning, system, accumulation, tuple(reasons))
+
+
+def _general_rules(learning: Mapping[str, Any], system: SystemConfig, context: Context) -> Iterator[str]:
+    device, shape = context.cluster.device, context.shape
+    if context.launcher == "inline" and system.num_workers > 1:
+        yield f"num_workers={system.num_workers}: launcher=inline runs in this one process, so num_workers must be 1"
+    if system.attn_implementation == "flash_attention_2":
+        if device != "cuda":
+            yield f"attn_implementation=flash_attention_2 needs CUDA; this sweep runs on {device}: use sdpa or eager"
+        elif importlib.util.find_spec("flash_attn") is None:
+            yield "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: use sdpa"
+    if shape is not None and learning["seq_len"] > shape.max_position_embeddings:
+        yield f"seq_len={learning['seq_len']} is longer than the model's {shape.max_position_embeddings} positions"

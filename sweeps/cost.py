@@ -1,0 +1,62 @@
+"""Cost per quality: GPU-hours to the target eval loss, times the price, plus storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sweeps.spec import SweepSpec
+from trainers.result import GIB, Evaluation, TrialResult
+from trainers.timing import summarize
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things cost, in USD."""
+
+    gpu_hour: float
+    gib_month: float = 0.0
+    months: float = 1.0
+    gib_io: float = 0.0
+
+    @staticmethod
+    def of(spec: SweepSpec, gpu_hour: float) -> Prices:
+        return Prices(gpu_hour, spec.price_per_gib_month, spec.storage_months, spec.price_per_gib_io)
+
+
+def tokens_to_target(evaluations: Sequence[Evaluation], target: float) -> float | None:
+    """Return the non-pad training tokens at the first crossing of `target`, interpolated between two evaluations."""
+    for before, after in zip((None, *evaluations), evaluations, strict=False):
+        if after.loss > target:
+            continue
+        if before is None:
+            return float(after.consumed_tokens)
+        share = (before.loss - target) / (before.loss - after.loss)
+        return before.consumed_tokens + share * (after.consumed_tokens - before.consumed_tokens)
+    return None
+
+
+def quality_figures(result: TrialResult, target: float | None, prices: Prices) -> dict[str, float]:
+    """Return what the target cost this job; empty where it was not reached.
+
+    cost_per_quality_usd = gpu_hour × num_workers × T / 3600 + storage, with T in seconds = tokens_to_target /
+    tokens_per_second + the evaluations and saves up to the target.
+    """
+    crossed = tokens_to_target(result.evaluations, target) if target is not None else None
+    rate = summarize(result).get("tokens_per_second")
+    if crossed is None or (crossed > 0 and not rate):
+        return {}
+    last = next(e for e in result.evaluations if target is not None and e.loss <= target)
+    training_s = crossed / rate if rate and crossed > 0 else 0.0
+    evaluation_s = sum(e.seconds for e in result.evaluations if e.consumed_tokens <= last.consumed_tokens)
+    saves = [s for s in result.saves if s.consumed_tokens < last.consumed_tokens]
+    seconds = training_s + evaluation_s + sum(s.seconds for s in saves)
+    kept_gib = result.saves[-1].bytes / GIB if result.saves else 0.0
+    moved_gib = sum(s.bytes for s in result.saves) / GIB
+    storage = kept_gib * prices.gib_month * prices.months + moved_gib * prices.gib_io
+    return {
+        "tokens_to_target": crossed,
+        "time_to_target_s": seconds,
+        "storage_usd": storage,
+        "cost_per_quality_usd": prices.gpu_hour * result.num_workers * seconds / 3600 + storage,
+    }

@@ -1,0 +1,421 @@
+"""Where trials run: Ray Tune trials that are Ray Train jobs, or this process. With search/optuna.py the only ray here.
+
+Tune counts only the resources of a trial's driver, while each driver then asks for its own workers: if more drivers
+start than the cluster has room for workers, all wait for ever. So room is counted here, and Tune is handed a trial
+only when its workers fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from sweeps.candidates import Cluster
+from sweeps.search import Ask
+from sweeps.spec import SweepSpec
+from sweeps.trial import Ending, Job
+from trainers import config as configs
+from trainers.diagnose import Fault, WorkerFault, root_cause
+from trainers.errors import UserError
+from trainers.prepare import TrialData
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMESPACE = "sweep"
+
+# Read by Ray when it is imported or started. Not for looks: by default a report takes 2 s to be seen, a trial's end
+# up to 4 s, and helper processes are started that a sweep has no use for (design: facts about Ray 2.60).
+RAY_ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "600",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours: Tune's handler returns normally, as if all were done
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+class Desk(Protocol):
+    """Who hands out trials and takes their endings: the sweep."""
+
+    def next(self, free_workers: int | None) -> Job | Ask:
+        """Return a job that needs at most `free_workers`, WAIT, or FINISHED."""
+
+    def finish(self, job: Job, ending: Ending) -> None: ...
+
+    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None: ...
+
+    def should_stop(self) -> bool: ...
+
+
+class Launcher(ABC):
+    """Runs the jobs that a desk hands out, until it has no more."""
+
+    @abstractmethod
+    def cluster(self) -> Cluster:
+        """Return what there is to run on. Raises UserError when the cluster cannot be reached."""
+
+    @abstractmethod
+    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
+        """Run jobs until the desk says FINISHED. `data` is by seq_len; Ray's own messages go to `log`."""
+
+
+def make_launcher(spec: SweepSpec) -> Launcher:
+    """Return the launcher that the spec names."""
+    return InlineLauncher(spec) if spec.launcher == "inline" else RayLauncher(spec)
+
+
+class InlineLauncher(Launcher):
+    """Every trial in this process, one after another: for a debugger."""
+
+    def __init__(self, spec: SweepSpec) -> None:
+        self._spec = spec
+
+    def cluster(self) -> Cluster:
+        from trainers.ranks import resolve_device
+
+        device = resolve_device(self._spec.device)
+        return Cluster(device, 1, f"this process, {device}")
+
+    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
+        from trainers import ranks
+        from trainers.job import run_rank
+        from trainers.loop import Hooks
+
+        os.environ.update(self._spec.env)
+        while isinstance(job := desk.next(1), Job):
+            config = configs.from_tree(configs.TrialConfig, job.config)
+            trial_id = job.trial_id
+
+            def progress(facts: Mapping[str, Any], trial_id: str = trial_id) -> None:
+                desk.progress(trial_id, facts)
+
+            try:
+                result = run_rank(
+                    config,
+                    data[job.seq_len],
+                    ranks.current(config.run.device),
+                    Hooks(progress=progress, should_stop=desk.should_stop),
+                )
+                ending = Ending(result=result.to_json())
+            except WorkerFault as error:
+                ending = Ending(fault=error.fault)
+            desk.finish(job, ending)
+        assert job is Ask.FINISHED, "nothing runs while the desk is asked here, so there is nothing to wait for"
+
+
+class RayLauncher(Launcher):
+    """Ray Tune drives; each trial launches a Ray Train job of `num_workers` ranks."""
+
+    def __init__(self, spec: SweepSpec) -> None:
+        self._spec = spec
+        self._address = os.environ.get("RAY_ADDRESS")
+
+    def cluster(self) -> Cluster:
+        if self._address:
+            self._connect()
+            import ray
+
+            total, where = ray.cluster_resources(), f"Ray cluster {self._address}"
+            cpus, gpus, nodes = total.get("CPU", 0.0), int(total.get("GPU", 0)), len(ray.nodes())
+        else:
+            import torch
+
+            cpus, gpus, nodes, where = float(usable_cpus()), torch.cuda.device_count(), 1, "this machine"
+        device = ("cuda" if gpus else "cpu") if self._spec.device == "auto" else self._spec.device
+        by_cpu = int(cpus / self._spec.ray.cpus_per_worker + 1e-9)
+        workers = min(gpus, by_cpu) if device == "cuda" else by_cpu
+        detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {device}"
+        return Cluster(device, workers, detail)
+
+    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
+        with quiet(log), tempfile.TemporaryDirectory(prefix="sweep-tune-") as storage:
+            self._connect()
+            import ray
+
+            # Given once, by reference: arrays in a closure or config would be copied with every trial.
+            stored = {seq_len: ray.put(tokens) for seq_len, tokens in data.items()}
+            board = _board_actor().options(name=f"board-{os.getpid()}-{time.time_ns()}", num_cpus=0).remote()
+            name = ray.get(board.name.remote())
+            watcher = Watcher(board, desk)
+            try:
+                self._tune(desk, stored, name, storage)
+            finally:
+                watcher.close()
+                ray.kill(board)
+                if not self._address:
+                    ray.shutdown()
+
+    def _tune(self, desk: Desk, stored: Mapping[int, Any], board: str, storage: str) -> None:
+        from ray import tune
+
+        for name in ("ray.tune", "ray.train", "ray.data"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        cluster = self.cluster()
+        slots = cluster.workers
+        limit = self._spec.ray.max_concurrent_trials or (slots if cluster.device == "cuda" else 1)
+        search = _tune_searcher()(desk, slots, self._settings(cluster, stored, board, storage))
+        tune.Tuner(
+            tune.with_resources(run_trial, {"node:__internal_head__": 0.001}),
+            tune_config=tune.TuneConfig(
+                search_alg=search, num_samples=-1, max_concurrent_trials=limit, reuse_actors=True
+            ),
+            run_config=tune.RunConfig(name="sweep", storage_path=storage, verbose=0),
+        ).fit()
+
+    def _settings(self, cluster: Cluster, stored: Mapping[int, Any], board: str, storage: str) -> dict[str, Any]:
+        """Return what every trial's driver and workers are told, beside the job itself."""
+        spec = self._spec
+        per_worker = {"CPU": spec.ray.cpus_per_worker, **({"GPU": 1.0} if cluster.device == "cuda" else {})}
+        return {
+            "stored": stored,
+            "board": board,
+            "storage": storage,
+            "resources": per_worker,
+            "device": cluster.device,
+            "placement": spec.ray.placement,
+            "env": dict(spec.env),
+            "timeout_s": spec.trial_timeout_minutes * 60,
+            "threads": max(1, int(spec.ray.cpus_per_worker)),
+        }
+
+    def _connect(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            return
+        environment = {**RAY_ENVIRONMENT, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(self._spec.ray.start_timeout_s)}
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        threads = str(max(1, int(self._spec.ray.cpus_per_worker)))
+        env = {**environment, "OMP_NUM_THREADS": threads, **self._spec.env}
+        runtime: dict[str, Any] = {"env_vars": env}
+        quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+        try:
+            if self._address:
+                runtime["py_modules"] = [str(ROOT / "sweeps"), str(ROOT / "trainers")]
+                ray.init(address=self._address, runtime_env=runtime, **quiet_options)
+            else:
+                env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+                ray.init("local", runtime_env=runtime, include_dashboard=False, num_cpus=usable_cpus(), **quiet_options)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"RAY_ADDRESS={self._address}: cannot join the Ray cluster: {first}"
+                if self._address
+                else f"cannot start Ray on this machine: {first}"
+            ) from None
+
+
+def usable_cpus() -> int:
+    """Return the CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_trial(assignment: Mapping[str, Any]) -> None:
+    """A Tune trial: launch one Ray Train job and report its ending as a value, whatever it was."""
+    from ray import tune
+
+    ending = run_job(assignment["job"], assignment["settings"])
+    tune.report({"ending": json.dumps(ending.to_json())})
+
+
+def run_job(job: Mapping[str, Any], settings: Mapping[str, Any]) -> Ending:
+    """Run one trial as a Ray Train job of its own."""
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from trainers.worker import train_worker
+
+    on_gpu = settings["device"] == "cuda"
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={
+            "config": job["config"],
+            "data": settings["stored"][job["seq_len"]],
+            "board": settings["board"],
+            "namespace": NAMESPACE,
+            "trial_id": job["trial_id"],
+            "timeout_s": settings["timeout_s"],
+            "threads": settings["threads"],
+            "env": settings["env"],
+        },
+        torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(settings["timeout_s"])),
+        scaling_config=ScalingConfig(
+            num_workers=job["num_workers"],
+            use_gpu=on_gpu,
+            resources_per_worker=settings["resources"],
+            placement_strategy=settings["placement"],
+        ),
+        run_config=RunConfig(
+            # A name of its own per attempt: a measurement starts anew and never resumes half-way.
+            name=f"{job['trial_id']}-{job['attempt']}-{time.time_ns()}",
+            storage_path=settings["storage"],
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    started = time.time()
+    try:
+        fitted = trainer.fit()
+    except Exception as error:  # Ray raises several unrelated types; each becomes a value here
+        return Ending(fault=_fault(error, time.time() - started, settings["timeout_s"]))
+    return Ending(result=fitted.return_value)
+
+
+def _fault(error: Exception, seconds: float, timeout_s: float) -> Fault:
+    """Return the root cause of a failed Train job."""
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", None) or {}
+    if not failures:
+        cause = getattr(error, "controller_failure", None) or error
+        text = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
+        return Fault("crash", "start", 0, f"{type(cause).__name__}: {text}")
+    faults = {rank: _worker_fault(rank, failure) for rank, failure in failures.items()}
+    cause = root_cause(faults)
+    if cause.kind == "killed_unproved" and seconds >= timeout_s:
+        return Fault(
+            "timeout", cause.phase, cause.rank, f"no result after trial_timeout_minutes ({timeout_s / 60:g} min)"
+        )
+    return cause
+
+
+def _worker_fault(rank: int, failure: BaseException) -> Fault:
+    if isinstance(failure, WorkerFault):
+        return failure.fault
+    inner = getattr(failure, "health_check_failure", None) or failure
+    text = " ".join(str(inner).split())[:300]
+    if type(inner).__name__ == "OutOfMemoryError" or "low on memory" in text:
+        return Fault("host_oom", "unknown", rank, f"Ray's memory monitor ended the worker: {text}")
+    if "Died" in type(inner).__name__ or "ActorError" in type(inner).__name__:
+        return Fault("killed_unproved", "unknown", rank, f"the worker process died: {text}")
+    return Fault("crash", "unknown", rank, f"{type(inner).__name__}: {text}")
+
+
+class Watcher:
+    """Carries progress from the board to the desk, and the desk's wish to stop to the board, twice a second."""
+
+    def __init__(self, board: Any, desk: Desk) -> None:
+        self._board, self._desk = board, desk
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        import ray
+
+        while not self._closed.wait(0.5):
+            try:
+                for trial_id, facts in ray.get(self._board.read.remote(self._desk.should_stop())).items():
+                    self._desk.progress(trial_id, facts)
+            except ray.exceptions.RayError:
+                return  # the cluster is going down; the trial's ending will tell
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=5)
+
+
+def _board_actor() -> Any:
+    """Return the actor class through which workers report progress and ask whether to stop."""
+    import ray
+
+    @ray.remote
+    class Board:
+        def __init__(self) -> None:
+            self._progress: dict[str, Mapping[str, Any]] = {}
+            self._stop = False
+
+        def name(self) -> str:
+            return str(ray.get_runtime_context().get_actor_name())
+
+        def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
+            self._progress[trial_id] = facts
+
+        def should_stop(self, trial_id: str) -> bool:
+            return self._stop
+
+        def read(self, stop: bool) -> dict[str, Mapping[str, Any]]:
+            self._stop = stop
+            return self._progress
+
+    return Board
+
+
+def _tune_searcher() -> Any:
+    """Return the ray.tune Searcher that asks the desk (ray is imported only here)."""
+    from ray.tune.search import Searcher
+
+    class DeskSearcher(Searcher):
+        """Tune's view of the desk: suggests a job when its workers fit, and passes endings on."""
+
+        def __init__(self, desk: Desk, slots: int, settings: Mapping[str, Any]) -> None:
+            super().__init__(metric=None, mode=None)
+            self._desk, self._slots, self._settings = desk, slots, settings
+            self._running: dict[str, Job] = {}
+
+        def suggest(self, trial_id: str) -> Any:
+            free = self._slots - sum(job.num_workers for job in self._running.values())
+            answer = self._desk.next(free)
+            if isinstance(answer, Ask):
+                # While trials run, their endings may still bring new ones: not finished yet.
+                return Searcher.FINISHED if answer is Ask.FINISHED and not self._running else None
+            self._running[trial_id] = answer
+            return {"job": answer.to_json(), "settings": self._settings}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            job = self._running.pop(trial_id, None)
+            if job is None:
+                return
+            text = (result or {}).get("ending")
+            if text is None:
+                lost = Fault("crash", "start", 0, "the trial's driver process died")
+                self._desk.finish(job, Ending(fault=lost))
+            else:
+                self._desk.finish(job, Ending.from_json(json.loads(text)))
+
+        def save(self, checkpoint_path: str) -> None:
+            """Nothing to save: the sweep's journal is the record, and Tune's snapshots are seconds behind it."""
+
+        def restore(self, checkpoint_path: str) -> None:
+            """See save()."""
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {}  # Tune pickles the searcher beside the experiment; it is never read back
+
+    return DeskSearcher
+
+
+@contextlib.contextmanager
+def quiet(log: Path) -> Iterator[None]:
+    """Send what Ray and its C++ core print to a file while they run; our own screen keeps the terminal.
+
+    Works on file descriptors, since the core writes there; the screen holds a copy of the terminal's descriptor.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    saved = os.dup(2)
+    with log.open("ab") as sink:
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def clear(folder: Path) -> None:
+    """Remove a folder and all in it, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)

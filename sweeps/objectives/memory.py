@@ -1,0 +1,6 @@
+"""Objectives on memory."""
+
+from sweeps.objectives import objective
+
+objective("peak_memory_gib", "minimize", "peak GiB", "least memory")
+objective("host_peak_memory_gib", "minimize", "host GiB", "least host memory")

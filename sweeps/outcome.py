@@ -1,0 +1,78 @@
+"""How a trial ended: one value, one line of the journal."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sweeps.spec import Frozen
+from trainers.result import TrialResult
+
+SCHEMA = 1
+Status = Literal["COMPLETED", "OOM", "INFEASIBLE", "FAILED", "STOPPED"]
+ReasonKind = Literal[
+    "device_oom",
+    "host_oom",
+    "library_oom",
+    "killed_unproved",
+    "illegal_config",
+    "crash",
+    "timeout",
+    "nan",
+    "diverged",
+    "budget",
+    "dominated",
+    "interrupted",
+]
+
+
+class TrialOutcome(Frozen):
+    """One finished trial. `metrics` hold finite numbers only; a figure without a value is absent."""
+
+    schema_: int = Field(SCHEMA, alias="schema")
+    sweep_id: str
+    trial_id: str
+    """position in the sweep, as three digits"""
+    candidate_id: str
+    attempt: int = 1
+    kind: Literal["probe", "quality", "confirmation"] = "quality"
+    status: Status
+    reason_kind: ReasonKind | None = None
+    reason: str = ""
+    """one sentence; empty where there is nothing to say"""
+    traceback: str = ""
+    """of the rank that failed first"""
+    phase: str | None = None
+    """where it failed, or where memory peaked"""
+    rank: int | None = None
+    started_at: float
+    """seconds since the epoch"""
+    ended_at: float
+    num_workers: int
+    config: dict[str, Any]
+    """axes of the candidate, flat, and what was derived"""
+    trial_config: dict[str, Any] = Field(default_factory=dict)
+    """the job's complete config, in file form"""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    result: dict[str, Any] | None = None
+    """what the job measured, as TrialResult.to_json"""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    @property
+    def wall_s(self) -> float:
+        return self.ended_at - self.started_at
+
+    @property
+    def gpu_hours(self) -> float:
+        """Reserved devices × hours, start-up included."""
+        return self.num_workers * self.wall_s / 3600
+
+    @property
+    def measured(self) -> TrialResult | None:
+        return TrialResult.from_json(self.result) if self.result is not None else None
+
+    def to_line(self) -> str:
+        """Return the outcome as one line of JSON."""
+        return self.model_dump_json(by_alias=True) + "\n"

@@ -1,0 +1,147 @@
+"""The command line of the main job: `python sweeps/run.py space=lora_small [key=value …]`."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# As a script this file's folder is first on the path, where its neighbours' names could hide other packages.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from sweeps import space  # noqa: E402
+from sweeps.journal import Journal  # noqa: E402
+from sweeps.spec import SweepSpec, keys  # noqa: E402
+from trainers.errors import UserError  # noqa: E402
+
+# What a resumed sweep may be given anew: how much to spend and where to run, never what is measured.
+RESUMABLE = (
+    "budget.trials",
+    "budget.minutes",
+    "budget.gpu_hours",
+    "launcher",
+    "ray.max_concurrent_trials",
+    "trial_timeout_minutes",
+)
+EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a sweep; return the exit status: 0 done, 1 every trial failed alike, 2 bad input, 130 interrupted."""
+    if not arguments or {"-h", "--help", "help"} & set(arguments):
+        print(usage())
+        return 0 if arguments else EXIT_BAD_INPUT
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        spec, journal = read_command(arguments)
+        return run(spec, journal)
+    except UserError as error:
+        print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted before the first trial", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def run(spec: SweepSpec, journal: Journal | None) -> int:
+    """Run the sweep with a screen and print its report."""
+    from sweeps.screen import TerminalScreen, print_report
+    from sweeps.sweep import run_sweep
+
+    screen = TerminalScreen(spec)
+    try:
+        report = run_sweep(spec, screen, journal)
+    finally:
+        screen.close()
+    runs = "" if Path(spec.runs_dir) == Path.cwd() / "runs" else f" runs_dir={shlex.quote(spec.runs_dir)}"
+    print_report(report, f"python {shlex.quote(sys.argv[0])}{runs}")
+    return {"interrupted": EXIT_INTERRUPTED, "failing": EXIT_FAILED}.get(report.ended, 0)
+
+
+def read_command(arguments: Sequence[str]) -> tuple[SweepSpec, Journal | None]:
+    """Return the spec of a command, and the journal of the sweep that it resumes."""
+    overrides = space.parse_overrides(arguments)
+    resume = overrides.pop("resume", None)
+    name = overrides.pop("space", None)
+    if resume is not None:
+        return read_resumed(str(resume), name, overrides)
+    if name is None:
+        raise UserError(f"space=… is missing; available: {', '.join(space.shipped())}")
+    return space.load(str(name), overrides), None
+
+
+def read_resumed(resume: str, name: str | None, overrides: Mapping[str, Any]) -> tuple[SweepSpec, Journal]:
+    """Return the spec that a sweep was started with, with what may change changed, and its journal."""
+    runs = Path(str(overrides.get("runs_dir", "runs"))).expanduser().resolve()
+    journal = Journal.find(resume, runs)
+    tree = journal.spec_tree()
+    if name is not None and name not in (tree["space"], f"{tree['space']}.yaml") and Path(name).stem != tree["space"]:
+        raise UserError(f"resume={resume}: {journal.sweep_id} is a sweep of space={tree['space']}, not of {name}")
+    started = space.validate(tree, base=Path.cwd(), given={})
+    changed = space.validate(
+        space.apply(tree, {k: v for k, v in overrides.items() if k != "runs_dir"}), base=Path.cwd(), given=overrides
+    )
+    before, after = flat(started), flat(changed)
+    different = [k for k in after if before[k] != after[k] and k not in RESUMABLE]
+    if different:
+        raise UserError(
+            [
+                f"{k}={after[k]} differs from {before[k]}, with which {journal.sweep_id} was started; its trials "
+                f"could not be compared. Start a new sweep, or change only {', '.join(RESUMABLE)}"
+                for k in different
+            ]
+        )
+    return changed.model_copy(update={"runs_dir": str(journal.folder.parent)}), journal
+
+
+def flat(spec: SweepSpec) -> dict[str, Any]:
+    """Return a spec with dotted keys."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, tree: Mapping[str, Any]) -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict) and f"{prefix}{key}" not in known:
+                walk(f"{prefix}{key}.", value)
+            else:
+                found[f"{prefix}{key}"] = value
+
+    known = keys()
+    walk("", spec.model_dump(mode="json"))
+    return found
+
+
+def usage() -> str:
+    """Return the help text: spaces, keys, types, defaults."""
+    lines = [
+        "usage: python sweeps/run.py space=NAME [key=value …]",
+        "",
+        "spaces that ship (or give the path of a .yaml file):",
+    ]
+    for name, path in space.shipped().items():
+        lines.append(f"  {name:20} {headline(path)}")
+    lines += ["", "keys (lists are tried value by value: system.micro_batch_size=[1,2,4]):"]
+    for key, (kind, default, help_text) in keys().items():
+        shown = default[0] if isinstance(default, tuple) and len(default) == 1 else default
+        shown = list(shown) if isinstance(shown, tuple) else "null" if shown is None else shown
+        lines.append(
+            f"  {key}: {kind} = {shown if shown != '' else repr('')}"
+            if key != "space"
+            else "  space: the space's name or path"
+        )
+        if help_text:
+            lines.append(f"      {help_text}")
+    lines += ["  resume: latest or a sweep's id", f"      continue a sweep; may change {', '.join(RESUMABLE)}"]
+    return "\n".join(lines)
+
+
+def headline(path: Path) -> str:
+    """Return the first comment line of a space file."""
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    return first.lstrip("# ").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

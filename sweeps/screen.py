@@ -1,0 +1,223 @@
+"""The terminal: a live table while trials run, plain lines where there is no terminal, the frontier at the end."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sweeps.candidates import Candidate, pruned_rules, varying
+from sweeps.outcome import TrialOutcome
+from sweeps.spec import SweepSpec
+from sweeps.sweep import Report
+from sweeps.trial import Job
+
+SHORT = {
+    "num_workers": "workers",
+    "micro_batch_size": "micro",
+    "learning_rate": "lr",
+    "lora_rank": "rank",
+    "attn_implementation": "attn",
+    "global_batch_size": "batch",
+    "gradient_accumulation_steps": "accum",
+}
+FIGURES = (
+    ("peak_memory_gib", "peak GiB"),
+    ("target_tokens_per_second", "target tok/s"),
+    ("step_time_s", "step s"),
+    ("eval_loss", "eval loss"),
+    ("cost_per_quality_usd", "USD to target"),
+)
+
+
+class TerminalScreen:
+    """Implements sweep.Screen on a terminal or, line by line, on anything else."""
+
+    def __init__(self, spec: SweepSpec) -> None:
+        self._spec = spec
+        self._console = Console(highlight=False)
+        self._axes: list[str] = []
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._to_run = 0
+        self._started = time.time()
+        self._live: Live | None = None
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(f"  {text}", style="dim"))
+
+    def planned(self, candidates: Sequence[Candidate], to_run: int) -> None:
+        legal = [c for c in candidates if c.legal]
+        self._axes, self._to_run = varying(legal), to_run
+        self._console.print(
+            f"  {len(legal)} legal candidates, {len(candidates) - len(legal)} pruned; "
+            f"{to_run} trials to run (searcher={self._spec.searcher})"
+        )
+        for rule, n in pruned_rules(candidates).most_common(8):
+            self.note(f"pruned {n}: {rule}")
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def started(self, job: Job, candidate: Candidate) -> None:
+        self._rows[job.trial_id] = {"candidate": candidate.flat, "state": "starting", "since": time.time()}
+        if self._live is None:
+            values = " ".join(f"{SHORT.get(a, a)}={candidate.flat[a]}" for a in self._axes if a in candidate.flat)
+            self._console.print(f"trial {job.trial_id} start  {values}")
+
+    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
+        row = self._rows.get(trial_id)
+        if row is None or "ended" in row:
+            return
+        if facts.get("phase") == "train":
+            row["state"] = f"{facts['update']}/{facts['updates']}"
+            row["loss"] = facts["loss"]
+        else:
+            row["state"] = str(facts.get("phase", row["state"]))
+
+    def ended(self, outcome: TrialOutcome) -> None:
+        row = self._rows.setdefault(outcome.trial_id, {"candidate": outcome.config, "since": outcome.started_at})
+        row.update(state=outcome.status, ended=outcome.ended_at, metrics=outcome.metrics, reason=outcome.reason)
+        if self._live is None:
+            figures = "  ".join(
+                f"{label} {figure(outcome.metrics[name])}" for name, label in FIGURES if name in outcome.metrics
+            )
+            why = f"  ({outcome.reason_kind}: {outcome.reason})" if outcome.reason else ""
+            self._console.print(f"trial {outcome.trial_id} {outcome.status}  {figures}{why}  {outcome.wall_s:.0f}s")
+
+    def close(self) -> None:
+        """Leave the live table; further prints are plain."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _table(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for head in (
+            "trial",
+            *(SHORT.get(a, a) for a in self._axes),
+            "state",
+            "loss",
+            *(label for _, label in FIGURES),
+        ):
+            table.add_column(head, no_wrap=True)
+        for trial_id, row in sorted(self._rows.items())[-30:]:
+            metrics = row.get("metrics", {})
+            table.add_row(
+                trial_id,
+                *(value(row["candidate"].get(a)) for a in self._axes),
+                state(row["state"]),
+                figure(row.get("loss")),
+                *(figure(metrics.get(name)) for name, _ in FIGURES),
+            )
+        return Group(table, Text(f"  {self._clock()}   Ctrl-C stops; the sweep can be resumed", style="dim"))
+
+    def _clock(self) -> str:
+        elapsed = time.time() - self._started
+        ended = [r["ended"] - r["since"] for r in self._rows.values() if "ended" in r]
+        text = f"{len(ended)}/{self._to_run} trials, {clock(elapsed)}"
+        if ended and len(ended) < self._to_run:
+            left = sum(ended) / len(ended) * (self._to_run - len(ended))
+            running = sum(time.time() - r["since"] for r in self._rows.values() if "ended" not in r)
+            text += f", about {clock(max(left - running, 0))} left"
+        if self._spec.budget.minutes is not None:
+            text += f" of {self._spec.budget.minutes:g} min"
+        return text
+
+
+def print_report(report: Report, command: str) -> None:
+    """Print how the sweep ended: frontier, failures, untried, and the commands to go on with."""
+    console = Console(highlight=False)
+    if console.width < 100 and not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    console.print()
+    _print_frontier(console, report)
+    _print_others(console, report)
+    for text in report.warnings:
+        console.print(Text(f"! {text}", style="yellow"))
+    untried = f"; {report.untried} legal candidate(s) untried" if report.untried else ""
+    console.print(f"{len(report.outcomes)} trials: {report.why}{untried}")
+    if report.ended in ("interrupted", "budget", "failing"):
+        more = "" if report.ended == "interrupted" else " budget.trials=…" if "budget.trials" in report.why else ""
+        console.print(f"go on:    {command} resume={report.sweep_id}{more}", soft_wrap=True)
+    console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
+    if report.ui_command:
+        console.print(f"compare:  {report.ui_command}", soft_wrap=True)
+    console.print(f"open:     {report.url}", soft_wrap=True)
+
+
+def _print_frontier(console: Console, report: Report) -> None:
+    objectives = report.frontier.objectives
+    axes = varying([c for c in report.candidates if c.legal])
+    by_id = {o.trial_id: o for o in report.outcomes}
+    target = f", target eval loss {report.target:.4f}" if report.target is not None else ""
+    if not report.frontier.points:
+        console.print(
+            f"No frontier: no trial has a value for every objective ({', '.join(o.name for o in objectives)}){target}"
+        )
+        return
+    table = Table(
+        title=f"Frontier of {report.sweep_id}{target}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+    )
+    for head in ("trial", *(SHORT.get(a, a) for a in axes), *(o.label for o in objectives), "best at"):
+        table.add_column(head, no_wrap=head != "best at")
+    best = report.frontier.best()
+    for point in report.frontier.points:
+        outcome = by_id[point.trial_ids[0]]
+        table.add_row(
+            ", ".join(point.trial_ids),
+            *(value(outcome.config.get(a)) for a in axes),
+            *(figure(v) for v in point.values),
+            ", ".join(best.get(point.trial_ids[0], [])),
+        )
+    console.print(table)
+
+
+def _print_others(console: Console, report: Report) -> None:
+    ranks = report.frontier.ranks()
+    dominated = [o for o in report.outcomes if o.trial_id not in ranks and o.status == "COMPLETED" and not o.reason]
+    if dominated:
+        console.print(f"dominated: {', '.join(o.trial_id for o in dominated)}")
+    for outcome in report.outcomes:
+        if outcome.reason:
+            where = (
+                f" in {outcome.phase} on rank {outcome.rank}"
+                if outcome.status not in ("COMPLETED", "STOPPED") and outcome.phase
+                else ""
+            )
+            console.print(
+                f"trial {outcome.trial_id} {outcome.status} ({outcome.reason_kind}){where}: {outcome.reason}",
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def state(text: str) -> Text:
+    """Colour a trial's state."""
+    style = {"COMPLETED": "green", "OOM": "red", "FAILED": "red", "STOPPED": "yellow", "INFEASIBLE": "yellow"}
+    return Text(text, style=style.get(text, "cyan"))
+
+
+def figure(number: float | None) -> str:
+    """Write a number with four significant digits, large ones without decimals; empty for None."""
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
+def value(of: Any) -> str:
+    """Write an axis value; empty where the axis does not apply."""
+    return "" if of is None else f"{of:g}" if isinstance(of, float) else str(of)
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as m:ss or h:mm:ss."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"

@@ -1,0 +1,31 @@
+"""One rank of a job, however it was started: the loop inside a guard that turns every failure into a value."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+
+from trainers.config import TrialConfig
+from trainers.diagnose import Fault, WorkerFault, classify
+from trainers.loop import Hooks, train
+from trainers.memory import MemoryMeter
+from trainers.prepare import TrialData
+from trainers.ranks import World
+from trainers.result import TrialResult
+
+MAX_TRACEBACK = 8_000  # characters, the end of it: outcomes are one line of a file each
+
+
+def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | None = None) -> TrialResult:
+    """Run this rank's part of a job. Raises WorkerFault with kind, phase and rank when anything fails."""
+    meter = MemoryMeter(world.device)
+    try:
+        return train(config, data, world, meter, hooks)
+    except Exception as error:  # the process boundary: a worker ends in a value, whatever happened
+        first = str(error).strip().splitlines()[:1]
+        message = f"{type(error).__name__}: {first[0] if first else 'no message'}"
+        trace = traceback.format_exc()[-MAX_TRACEBACK:]
+        fault = Fault(classify(error), meter.current, world.rank, message, trace)
+        raise WorkerFault(fault) from error
+    finally:
+        gc.collect()  # the model must be gone before the process group is

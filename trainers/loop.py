@@ -1,0 +1,305 @@
+"""The training loop of one trial or production run, to be read from top to bottom."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers import batch as batching
+from trainers import checkpoint
+from trainers.adapter import apply_adapter
+from trainers.batch import Counts, Window
+from trainers.config import TrialConfig, to_tree
+from trainers.data import TokenizedDataset, collate
+from trainers.engine import Batch, Engine
+from trainers.environment import describe
+from trainers.memory import MemoryMeter, host_peak_bytes
+from trainers.model import compute_dtype, load
+from trainers.prepare import TrialData
+from trainers.ranks import World
+from trainers.result import Evaluation, Save, StopReason, TrialResult, Update
+from trainers.strategies import STRATEGIES
+from trainers.timing import Stopwatch
+
+DIVERGED = 1.5  # an evaluation above this multiple of the first one ends the run
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the outside world may do during a run. Called on rank 0 only, between updates."""
+
+    progress: Callable[[Mapping[str, Any]], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass
+class Run:
+    """What a run has done so far."""
+
+    consumed_tokens: int = 0
+    updates: list[Update] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def train(
+    config: TrialConfig, data: TrialData, world: World, meter: MemoryMeter, hooks: Hooks | None = None
+) -> TrialResult:
+    """Train, evaluate and save as `config` says; return what was measured, the same on every rank."""
+    hooks = hooks or Hooks()
+    run = Run()
+    learning, system = config.learning, config.system
+    plan = STRATEGIES[system.strategy].plan(system)
+    assert plan.world == world.size, f"the plan needs {plan.world} ranks, the job has {world.size}"
+    plan.accumulation(learning.global_batch_size, system.micro_batch_size)  # raises where it does not divide
+
+    # 1. What will be consumed: every rank knows all windows, and so all token counts, in advance.
+    samples = data.train.samples()
+    updates = batching.plan_updates(
+        samples, learning.global_batch_size, learning.seed, max_tokens=config.run.max_tokens, epochs=config.run.epochs
+    )
+    prints = batching.fingerprints(updates, samples)
+    feed = Feed(data, plan.dp, plan.dp_rank(world.rank), system.micro_batch_size, world.device)
+
+    # 2. Model, adapter, strategy, optimizer: in this order.
+    torch.manual_seed(learning.seed)
+    with run.timed("model"), meter.phase("load"):
+        model = load(config.model, config.model_revision, learning, system.attn_implementation, world.device)
+        model = apply_adapter(model, learning)
+        engine = Engine(
+            model,
+            STRATEGIES[system.strategy],
+            plan,
+            world,
+            learning,
+            len(updates),
+            compute_dtype(learning, world.device.type),
+        )
+        del model
+
+    # 3. Go on from the last save, or rehearse the worst batch and forget it again.
+    folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
+    identity = learning_identity(config, data)
+    done = 0
+    if folder is not None and (found := checkpoint.latest(folder)) is not None:
+        done, run.consumed_tokens = checkpoint.resume(found, engine, identity, world)
+    else:
+        with run.timed("rehearsal"):
+            rehearse(engine, feed, updates, meter, world)
+        if world.rank == 0:
+            hooks.progress({"phase": "evaluate", "updates": len(updates)})
+        run.evaluations.append(evaluate(engine, feed, 0, 0, world, meter))
+
+    # 4. Update after update; evaluate and save in between; stop for a reason.
+    stop: StopReason = "budget"
+    if run.evaluations:
+        stop = verdict(run, config) or stop
+    clock = Stopwatch(world)
+    end = min(len(updates), config.run.max_updates or len(updates))
+    while stop == "budget" and done < end:
+        window = updates[done]
+        clock.start()
+        micro_batches, counts = feed.window(window)
+        step = engine.step(micro_batches, counts.targets, meter)
+        seconds = clock.stop()
+        done += 1
+        run.consumed_tokens += counts.tokens
+        loss = world.sum([step.loss_sum])[0] / max(counts.targets, 1)
+        run.updates.append(
+            Update(
+                window.update,
+                run.consumed_tokens,
+                counts.tokens,
+                counts.targets,
+                counts.slots,
+                loss,
+                step.grad_norm,
+                step.learning_rate,
+                seconds,
+            )
+        )
+        if world.rank == 0:
+            hooks.progress({"phase": "train", "update": done, "updates": len(updates), "loss": loss})
+        if not math.isfinite(loss) or not math.isfinite(step.grad_norm):
+            stop = "nan"
+            break
+        due = evaluation_due(run, config)
+        if due or done == end:
+            run.evaluations.append(evaluate(engine, feed, window.update + 1, run.consumed_tokens, world, meter))
+            stop = verdict(run, config) or stop
+            if stop == "budget" and world.from_rank_zero(world.rank == 0 and hooks.should_stop()):
+                stop = "requested"
+        every = config.run.save_every_updates
+        if folder is not None and every and done % every == 0 and done < end and stop == "budget":
+            run.saves.append(timed_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
+
+    # 5. One save at the end, kept only where an output folder was asked for.
+    if stop != "nan":
+        run.saves.append(final_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
+    engine.close()
+    return assemble(config, run, stop, prints[:done], meter, world)
+
+
+class Feed:
+    """Turns windows into this rank's micro batches on its device."""
+
+    def __init__(self, data: TrialData, dp: int, dp_rank: int, micro_batch_size: int, device: torch.device) -> None:
+        self.data, self._dp, self._dp_rank, self._micro, self._device = data, dp, dp_rank, micro_batch_size, device
+        self._samples = data.train.samples()
+
+    def window(self, window: Window) -> tuple[list[Batch], Counts]:
+        """Return this rank's micro batches, and the counts of the whole window over all ranks."""
+        mine = batching.split(window, self._dp, self._micro)[self._dp_rank]
+        counts = batching.count_window(window, self._samples, self._dp, self._micro)
+        return [self.batch(self.data.train, ids) for ids in mine], counts
+
+    def worst(self, updates: Sequence[Window]) -> tuple[Batch, int]:
+        """Return the micro batch of `updates` with the most slots, and its targets over all dp ranks."""
+        ids = batching.worst_micro_batch(updates, self._samples, self._dp, self._micro)
+        return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
+
+    def evaluation(self) -> list[Batch]:
+        """Return this rank's share of the evaluation data, longest rows first, as many batches as every other rank."""
+        held = self.data.eval.samples()
+        order = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
+        window = Window(0, 0, tuple(order))
+        return [self.batch(self.data.eval, ids) for ids in batching.split(window, self._dp, self._micro)[self._dp_rank]]
+
+    def batch(self, dataset: TokenizedDataset, ids: Sequence[int]) -> Batch:
+        host = collate(dataset, ids, self.data.pad_id)
+        if self._device.type != "cuda":
+            return host
+        return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}
+
+
+def rehearse(engine: Engine, feed: Feed, updates: Sequence[Window], meter: MemoryMeter, world: World) -> None:
+    """Do two updates and an evaluation on the largest micro batch of the run, then undo them.
+
+    The first update allocates the optimizer's state, the second runs with all of it: memory is known before time is
+    spent, on the batch where it peaks. It also warms up kernels and allocator, so timed updates start warm.
+    """
+    before, random_state = engine.snapshot(), torch.get_rng_state()
+    batch, targets = feed.worst(updates)
+    with meter.tracing(engine.tensors()):
+        for _ in range(2):
+            engine.step([batch], targets, meter)
+        with meter.phase("eval"):
+            engine.evaluate(feed.evaluation()[:1])
+    engine.restore(before)
+    torch.set_rng_state(random_state)
+    world.synchronize()
+
+
+def evaluate(engine: Engine, feed: Feed, update: int, consumed: int, world: World, meter: MemoryMeter) -> Evaluation:
+    """Evaluate on all evaluation data; the loss is the mean over its target tokens."""
+    start = time.perf_counter()
+    with meter.phase("eval"):
+        mine = engine.evaluate(feed.evaluation())
+    total = world.sum([mine])[0]
+    seconds = world.max([time.perf_counter() - start])[0]
+    return Evaluation(update, consumed, total / sum(feed.data.eval.samples().targets), seconds)
+
+
+def evaluation_due(run: Run, config: TrialConfig) -> bool:
+    """Tell whether the last update crossed a multiple of eval_every_tokens."""
+    every = config.run.eval_every_tokens
+    if every is None:
+        return False
+    before = run.consumed_tokens - run.updates[-1].tokens
+    return run.consumed_tokens // every > before // every
+
+
+def verdict(run: Run, config: TrialConfig) -> StopReason | None:
+    """Return why the run should end after its last evaluation, if it should."""
+    first, last, target = run.evaluations[0].loss, run.evaluations[-1].loss, config.run.target_eval_loss
+    if not math.isfinite(last):
+        return "nan"
+    if target is not None and last <= target:
+        return "target"
+    return "diverged" if last > DIVERGED * first else None
+
+
+def final_save(
+    folder: Path | None, engine: Engine, update: int, consumed: int, identity: str, world: World, meter: MemoryMeter
+) -> Save:
+    """Save once; into a folder that is removed again where no output folder was asked for."""
+    if folder is not None:
+        return timed_save(folder, engine, update, consumed, identity, world, meter)
+    with shared_temporary_folder(world) as temporary:
+        return timed_save(temporary, engine, update, consumed, identity, world, meter)
+
+
+def timed_save(
+    folder: Path, engine: Engine, update: int, consumed: int, identity: str, world: World, meter: MemoryMeter
+) -> Save:
+    start = time.perf_counter()
+    with meter.tracing(engine.tensors()), meter.phase("save"):
+        path = checkpoint.save(folder, engine, update, consumed, identity, world)
+    seconds = world.max([time.perf_counter() - start])[0]
+    size = world.max([checkpoint.size_bytes(path)])[0]
+    return Save(consumed, seconds, int(size))
+
+
+@contextmanager
+def shared_temporary_folder(world: World) -> Iterator[Path]:
+    """Give all ranks rank 0's temporary folder (ranks on other machines make the same path there)."""
+    with tempfile.TemporaryDirectory(prefix="sweep-save-") as mine:
+        if world.size == 1:
+            yield Path(mine)
+            return
+        names = [mine]
+        torch.distributed.broadcast_object_list(names, src=0, device=world.device)
+        Path(names[0]).mkdir(parents=True, exist_ok=True)
+        yield Path(names[0])
+        world.barrier()
+
+
+def learning_identity(config: TrialConfig, data: TrialData) -> str:
+    """Return a short hash of what decides the course of learning: model, data, learning configuration."""
+    tree = {
+        "model": config.model,
+        "revision": config.model_revision,
+        "learning": to_tree(config.learning),
+        "train": data.train.fingerprint,
+        "max_tokens": config.run.max_tokens,
+        "epochs": config.run.epochs,
+    }
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def assemble(
+    config: TrialConfig, run: Run, stop: StopReason, prints: Sequence[str], meter: MemoryMeter, world: World
+) -> TrialResult:
+    """Combine the ranks: times are the slowest rank's, memory the largest."""
+    slowest = world.max([u.step_time_s for u in run.updates])
+    updates = [Update(**{**vars(u), "step_time_s": s}) for u, s in zip(run.updates, slowest, strict=True)]
+    return TrialResult(
+        stop_reason=stop,
+        updates=tuple(updates),
+        evaluations=tuple(run.evaluations),
+        saves=tuple(run.saves),
+        memory=meter.peaks(world),
+        host_peak_bytes=int(world.max([host_peak_bytes()])[0]),
+        fingerprints=tuple(prints),
+        seconds=run.seconds,
+        num_workers=world.size,
+        effective_config=to_tree(config),
+        environment=describe(world),
+    )

@@ -1,0 +1,106 @@
+"""Finding, describing and loading the model: the embedded one, a local folder, or a hub id."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trainers.config import LearningConfig
+from trainers.embedded import model as embedded
+from trainers.embedded.model import EMBEDDED
+from trainers.errors import UserError, did_you_mean
+from trainers.shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+
+def looks_like_path(name: str) -> bool:
+    """Tell a path from a hub id: a hub id is `name` or `org/name` with no leading dot, slash or tilde."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+
+
+def locate(name: str) -> str:
+    """Return the model's name with a path made absolute. Raises UserError when the path holds no model."""
+    if name == EMBEDDED or not looks_like_path(name):
+        return name
+    path = Path(name).expanduser().resolve()
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        raise UserError(
+            f"model={name}: no such folder{did_you_mean(path.name, siblings)}; give {EMBEDDED}, a hub id "
+            "such as Qwen/Qwen3-0.6B, or the path of a Hugging Face model folder"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"model={name}: {path} holds no config.json, so it is not a Hugging Face model folder")
+    return str(path)
+
+
+def hf_config(name: str, revision: str | None) -> Any:
+    """Return the transformers config. Raises UserError when the model cannot be found or reached."""
+    if name == EMBEDDED:
+        return embedded.config()
+    from transformers import AutoConfig
+
+    return _reached(name, lambda: AutoConfig.from_pretrained(name, revision=revision))
+
+
+def shape(name: str, revision: str | None = None) -> ModelShape:
+    """Return the model's shape, from its config alone."""
+    return ModelShape.from_hf_config({"name": name, **hf_config(name, revision).to_dict()})
+
+
+def tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, with a pad token (the end token where the model defines none)."""
+    if name == EMBEDDED:
+        return embedded.tokenizer()
+    from transformers import AutoTokenizer
+
+    found = _reached(name, lambda: AutoTokenizer.from_pretrained(name, revision=revision))
+    if found.eos_token is None:
+        raise UserError(f"model={name}: its tokenizer has no end-of-sequence token, so answers could not end")
+    if found.pad_token is None:
+        found.pad_token = found.eos_token
+    return found
+
+
+def compute_dtype(learning: LearningConfig, device: str) -> torch.dtype:
+    """Return the dtype of compute and of frozen weights."""
+    import torch
+
+    name = learning.param_dtype
+    if name == "auto":
+        name = "bfloat16" if device == "cuda" else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def load(name: str, revision: str | None, learning: LearningConfig, attn: str, device: torch.device) -> nn.Module:
+    """Load the pretrained model onto `device`: float32 where all weights are trained, else the compute dtype."""
+    import torch
+
+    dtype = torch.float32 if learning.adapter == "full" else compute_dtype(learning, device.type)
+    if name == EMBEDDED:
+        return cast("nn.Module", embedded.load(dtype, attn).to(device))
+    from transformers import AutoModelForCausalLM
+
+    model = _reached(
+        name,
+        lambda: AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, attn_implementation=attn),
+    )
+    return cast("nn.Module", model.to(device))
+
+
+def _reached(name: str, call: Any) -> Any:
+    """Call transformers, and turn its many ways of not finding a model into one sentence."""
+    try:
+        return call()
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise UserError(
+            f"model={name}: it cannot be loaded{offline}: {first}; give {EMBEDDED}, a hub id, or the "
+            "path of a Hugging Face model folder"
+        ) from None

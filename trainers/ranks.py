@@ -1,0 +1,95 @@
+"""The ranks of one job: their number, this one's place and device, and the few reductions that the loop needs.
+
+The same code runs with torch.distributed initialised (by Ray Train or torchrun) and in one process without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of its job."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sum over ranks of each value, in float64, on every rank."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum over ranks of each value, in float64, on every rank."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def from_rank_zero(self, value: bool) -> bool:
+        """Return rank 0's value on every rank."""
+        return bool(self.sum([float(value and self.rank == 0)])[0])
+
+    def argmax(self, value: float) -> int:
+        """Return the first rank with the largest value."""
+        gathered = self.sum([value if self.rank == r else 0.0 for r in range(self.size)])
+        return max(range(self.size), key=lambda r: gathered[r])
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has finished what was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return [float(v) for v in values]
+        on_device = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(on_device, op=op)
+        return [float(v) for v in on_device.tolist()]
+
+
+def resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    """Return "cuda" or "cpu" for auto, cuda or cpu; of this process."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if name == "cuda" else "cpu"
+
+
+def current(device: str) -> World:
+    """Return the world that torch.distributed is initialised with, or a world of one."""
+    name = resolve_device(device)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    on = (
+        torch.device("cuda", torch.cuda.current_device() if dist.is_initialized() else local)
+        if name == "cuda"
+        else torch.device("cpu")
+    )
+    if dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size(), on)
+    return World(0, 1, on)
+
+
+@contextmanager
+def joined(device: str, timeout_s: float = 1800.0) -> Iterator[World]:
+    """Join the world that torchrun's environment names (a world of one without it), and leave it at the end."""
+    name = resolve_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield current(name)
+        return
+    if name == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if name == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield current(name)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""Clocks and rates: seconds of an update, and the figures that follow from a job's result."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+
+from trainers.ranks import World
+from trainers.result import GIB, TrialResult
+
+# Updates at the start of training whose time is not used: the rehearsal has warmed kernels up, but not yet the input.
+WARM_UP = 1
+
+
+class Stopwatch:
+    """Seconds between start() and stop() of this rank, device work included: CUDA events, or the wall clock."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._start = 0.0
+        self._event: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        if self._world.device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._start = time.perf_counter()
+
+    def stop(self) -> float:
+        if self._event is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            end.synchronize()
+            return float(self._event.elapsed_time(end)) / 1000.0  # events count milliseconds
+        return time.perf_counter() - self._start
+
+
+def summarize(result: TrialResult) -> dict[str, float]:
+    """Return the job's figures under the field's names, units as suffixes. Figures without a value are absent."""
+    figures: dict[str, float] = {}
+    timed = result.updates[WARM_UP:] or result.updates
+    if timed:
+        seconds = sum(u.step_time_s for u in timed)
+        figures["step_time_s"] = statistics.median(u.step_time_s for u in timed)
+        figures["tokens_per_second"] = sum(u.tokens for u in timed) / seconds
+        figures["target_tokens_per_second"] = sum(u.targets for u in timed) / seconds
+        figures["tokens_per_second_per_device"] = figures["tokens_per_second"] / result.num_workers
+        figures["padding_share"] = 1 - sum(u.tokens for u in timed) / sum(u.slots for u in timed)
+        figures["train_loss"] = result.updates[-1].loss
+        figures["updates"] = len(result.updates)
+        figures["consumed_tokens"] = result.updates[-1].consumed_tokens
+    if result.memory:
+        figures["peak_memory_allocated_gib"] = max(m.allocated for m in result.memory.values()) / GIB
+        figures["peak_memory_reserved_gib"] = max(m.reserved for m in result.memory.values()) / GIB
+        figures["peak_memory_gib"] = figures["peak_memory_reserved_gib"]
+    figures["host_peak_memory_gib"] = result.host_peak_bytes / GIB
+    if result.evaluations:
+        figures["eval_loss"] = result.evaluations[-1].loss
+        figures["eval_loss_start"] = result.evaluations[0].loss
+        figures["eval_time_s"] = statistics.median(e.seconds for e in result.evaluations)
+    if result.saves:
+        figures["save_time_s"] = statistics.median(s.seconds for s in result.saves)
+        figures["save_gib"] = result.saves[-1].bytes / GIB
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def peak_phase(result: TrialResult) -> tuple[str, int] | None:
+    """Return the phase with the highest peak and the rank that had it."""
+    if not result.memory:
+        return None
+    name = max(result.memory, key=lambda n: result.memory[n].reserved)
+    return name, result.memory[name].worst_rank
+
+
+def as_floats(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return a copy with finite floats only."""
+    return {k: float(v) for k, v in figures.items() if math.isfinite(v)}
