@@ -82,7 +82,16 @@ def trial_tree(spec: SweepSpec, candidate: Candidate, device: str, target: float
     }
     top = {
         name: getattr(spec, name)
-        for name in ("model", "model_revision", "data", "eval_data", "eval_fraction", "data_template", "data_on_error")
+        for name in (
+            "model",
+            "model_revision",
+            "data",
+            "eval_data",
+            "eval_fraction",
+            "max_eval_rows",
+            "data_template",
+            "data_on_error",
+        )
     }
     return {**top, "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from sweeps.space import SPACES, faults_of
-from sweeps.spec import Frozen, SweepSpec
+from sweeps.spec import Frozen, SweepSpec, keys
 from trainers import yaml_text
 from trainers.errors import UserError, did_you_mean
 
@@ -56,7 +56,7 @@ def load_cluster(name: str) -> ClusterPreset:
     try:
         return ClusterPreset.model_validate(yaml_text.read(path))
     except ValidationError as error:
-        raise UserError([f"{path}: {fault}" for fault in faults_of(error)]) from None
+        raise UserError([f"{path}: {fault}" for fault in faults_of(error, keys(ClusterPreset))]) from None
 
 
 def price_per_gpu_hour(spec: SweepSpec, note: Callable[[str], None]) -> float:

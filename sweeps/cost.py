@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,16 @@ class Prices:
 
 
 def tokens_to_target(evaluations: Sequence[Evaluation], target: float) -> float | None:
-    """Return the non-pad training tokens at the first crossing of `target`, interpolated between two evaluations."""
-    for before, after in zip((None, *evaluations), evaluations, strict=False):
+    """Return the non-pad training tokens at the first crossing of `target`, interpolated between two evaluations.
+
+    An evaluation whose loss is not finite is no point to interpolate from, and reaches no target.
+    """
+    before: Evaluation | None = None
+    for after in evaluations:
+        if not math.isfinite(after.loss):
+            continue
         if after.loss > target:
+            before = after
             continue
         if before is None:
             return float(after.consumed_tokens)
@@ -46,7 +54,7 @@ def quality_figures(result: TrialResult, target: float | None, prices: Prices) -
     rate = summarize(result).get("tokens_per_second")
     if crossed is None or (crossed > 0 and not rate):
         return {}
-    last = next(e for e in result.evaluations if target is not None and e.loss <= target)
+    last = next(e for e in result.evaluations if target is not None and math.isfinite(e.loss) and e.loss <= target)
     training_s = crossed / rate if rate and crossed > 0 else 0.0
     evaluation_s = sum(e.seconds for e in result.evaluations if e.consumed_tokens <= last.consumed_tokens)
     saves = [s for s in result.saves if s.consumed_tokens < last.consumed_tokens]

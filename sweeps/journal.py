@@ -123,7 +123,7 @@ class Journal:
 
 def check_writable(runs: Path) -> None:
     """Raise UserError when the sweep's folder could not be made; leaves nothing behind."""
-    nearest = next(p for p in (runs, *runs.parents) if p.exists())
+    nearest = next(p for p in (runs, *runs.parents) if os.path.exists(p))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
             f"cannot write to {nearest}: the sweep's results go to {runs}; run in another directory, or "

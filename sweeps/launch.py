@@ -96,7 +96,10 @@ class InlineLauncher(Launcher):
         from trainers.job import run_rank
         from trainers.loop import Hooks
 
+        import torch
+
         os.environ.update(self._spec.env)
+        torch.set_num_threads(max(1, int(self._spec.ray.cpus_per_worker)))
         while isinstance(job := desk.next(1), Job):
             config = configs.from_tree(configs.TrialConfig, job.config)
             trial_id = job.trial_id
@@ -139,7 +142,8 @@ class RayLauncher(Launcher):
         device = ("cuda" if gpus else "cpu") if self._spec.device == "auto" else self._spec.device
         by_cpu = int(cpus / self._spec.ray.cpus_per_worker + 1e-9)
         workers = min(gpus, by_cpu) if device == "cuda" else by_cpu
-        detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {device}"
+        backend = "cuda (nccl)" if device == "cuda" else "cpu (gloo): speed and memory are this CPU's, not a GPU's"
+        detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {backend}"
         return Cluster(device, workers, detail)
 
     def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
@@ -157,8 +161,7 @@ class RayLauncher(Launcher):
             finally:
                 watcher.close()
                 ray.kill(board)
-                if not self._address:
-                    ray.shutdown()
+                ray.shutdown()  # of an existing cluster: only leaves it
 
     def _tune(self, desk: Desk, stored: Mapping[int, Any], board: str, storage: str) -> None:
         from ray import tune

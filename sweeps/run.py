@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a sweep; return the exit status: 0 done, 1 every trial failed alike, 2 bad input, 130 interrupted."""
+    """Run a sweep; return the exit status: 0 done, 1 no trial completed, 2 bad input, 130 interrupted."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(usage())
         return 0 if arguments else EXIT_BAD_INPUT
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries to their authors
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         spec, journal = read_command(arguments)
@@ -41,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
         return EXIT_BAD_INPUT
+    except OSError as error:
+        print(f"error: {error}; what was measured is in the journal, and resume=latest goes on", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted before the first trial", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -58,7 +63,9 @@ def run(spec: SweepSpec, journal: Journal | None) -> int:
         screen.close()
     runs = "" if Path(spec.runs_dir) == Path.cwd() / "runs" else f" runs_dir={shlex.quote(spec.runs_dir)}"
     print_report(report, f"python {shlex.quote(sys.argv[0])}{runs}")
-    return {"interrupted": EXIT_INTERRUPTED, "failing": EXIT_FAILED}.get(report.ended, 0)
+    if report.ended == "interrupted":
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if report.outcomes and not any(o.status == "COMPLETED" for o in report.outcomes) else 0
 
 
 def read_command(arguments: Sequence[str]) -> tuple[SweepSpec, Journal | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     faults = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        key = key.removeprefix("--").strip()
+        key = key.removeprefix("--").strip().replace("[", ".").replace("]", "").lstrip(".")  # a[b] is a.b
         if not equals or not key:
             faults.append(f"{argument!r} is not key=value{did_you_mean(key, [*keys(), 'space', 'resume'])}")
         elif key in overrides:
@@ -59,7 +61,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             try:
                 overrides[key] = override_value(value)
             except UserError:
-                faults.append(f"{argument!r}: the value is not valid; quote it as a whole: '{key}=\"{value}\"'")
+                quoted = shlex.quote(f"{key}={_quoted(value)}")
+                faults.append(f"{argument!r}: the value is not valid; quote it as a whole: {quoted}")
     if faults:
         raise UserError(faults)
     return overrides
@@ -79,7 +82,8 @@ def load(space: str, overrides: Mapping[str, Any]) -> SweepSpec:
     tree = yaml_text.read(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a space: expected keys and values")
-    tree.setdefault("space", path.stem)
+    if tree.get("space") is None:
+        tree["space"] = path.stem
     # The target belongs to the space's own model and data; another pair derives its own.
     if {"model", "data"} & set(overrides) and "target_eval_loss" not in overrides:
         tree.pop("target_eval_loss", None)
@@ -92,7 +96,7 @@ def apply(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
         config = OmegaConf.create(dict(tree))
         for key, value in overrides.items():
             OmegaConf.update(config, key, value, merge=isinstance(value, dict))
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(f"overrides: {str(error).splitlines()[0]}") from None
     except (TypeError, AttributeError, ValueError) as error:
@@ -116,7 +120,7 @@ def validate(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> S
     if faults or spec is None:
         raise UserError(faults)
     changes = {}
-    for key in ("model", "data", "eval_data", "runs_dir"):
+    for key in ("model", "data", "eval_data", "cluster", "runs_dir"):
         value = getattr(spec, key)
         if value is not None:
             changes[key] = _absolute(key, value, Path.cwd() if key in given or key == "runs_dir" else base, faults)
@@ -125,13 +129,13 @@ def validate(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> S
     return spec.model_copy(update=changes)
 
 
-def faults_of(error: ValidationError) -> list[str]:
-    """Return each fault of a validation once, as a sentence."""
+def faults_of(error: ValidationError, known: Collection[str] | None = None) -> list[str]:
+    """Return each fault of a validation once, as a sentence. `known`: the keys that there are; default: a spec's."""
     # A list whose only item is wrong is also reported as too short.
-    return [describe(e) for e in error.errors() if not (e["type"] == "too_short" and e["input"])]
+    return [describe(e, known) for e in error.errors() if not (e["type"] == "too_short" and e["input"])]
 
 
-def describe(error: Mapping[str, Any]) -> str:
+def describe(error: Mapping[str, Any], known: Collection[str] | None = None) -> str:
     """Say one pydantic error as: key=value, what is allowed, the nearest valid name."""
     path = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
     value = error.get("input")
@@ -139,14 +143,17 @@ def describe(error: Mapping[str, Any]) -> str:
         while isinstance(value, dict) and len(value) == 1:
             ((inner, value),) = value.items()
             path = f"{path}.{inner}"
-        known = {*keys(), *(key.split(".", 1)[0] for key in keys())}
-        return f"unknown key {path}={_text(value)}{did_you_mean(path, known)}; run with --help to see all keys"
+        more = "; run with --help to see all keys" if known is None else ""
+        names = known or {*keys(), *(key.split(".", 1)[0] for key in keys())}
+        return f"unknown key {path}={_text(value)}{did_you_mean(path, names)}{more}"
     if error["type"] == "literal_error":
         expected = str(error["ctx"]["expected"]).replace("'", "")
         choices = expected.replace(" or ", ", ").split(", ")
         return f"{path}={_text(value)}: allowed: {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if error["type"] == "missing":
         return f"{path} is missing"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{path}={_text(value)}: expected keys and values"
     message = str(error["msg"]).removeprefix("Input ")
     return f"{path}={_text(value)}: {message[:1].lower()}{message[1:]}"
 
@@ -173,10 +180,10 @@ def _registry_faults(tree: Mapping[str, Any]) -> list[str]:
             f"searcher={searcher}: unknown{did_you_mean(searcher, SEARCHERS)}; allowed: {', '.join(SEARCHERS)}"
         )
     objectives = tree.get("objectives")
-    for name in objectives if isinstance(objectives, Iterable) and not isinstance(objectives, str) else ():
-        if name not in OBJECTIVES:
+    for name in objectives if isinstance(objectives, (list, tuple)) else [objectives]:
+        if isinstance(name, str) and name not in OBJECTIVES:
             faults.append(
-                f"objectives: unknown objective {name!r}{did_you_mean(str(name), OBJECTIVES)}; allowed: "
+                f"objectives: unknown objective {name!r}{did_you_mean(name, OBJECTIVES)}; allowed: "
                 f"{', '.join(OBJECTIVES)}"
             )
     return faults
@@ -187,7 +194,9 @@ def _absolute(key: str, value: str, base: Path, faults: list[str]) -> str:
     path = Path(value).expanduser()
     if key == "runs_dir":
         return str((base / path).resolve())
-    if not path.is_absolute() and (base / path).exists() and value not in ("embedded",):
+    if key == "cluster":  # a preset's name, or a file
+        return str((base / path).resolve()) if os.path.isfile(base / path) else value
+    if not path.is_absolute() and os.path.exists(base / path) and value not in ("embedded",):
         value = str((base / path).resolve())
     try:
         return model.locate(value) if key == "model" else locate_data(value)
@@ -196,5 +205,10 @@ def _absolute(key: str, value: str, base: Path, faults: list[str]) -> str:
         return value
 
 
+def _quoted(value: str) -> str:
+    """Write text as a YAML string in double quotes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
+    return str(value) if isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False, default=str)

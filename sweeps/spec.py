@@ -11,7 +11,7 @@ import typing
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from trainers.config import LearningConfig, OnlyWith, SystemConfig, TrialConfig
 from trainers.strategies import STRATEGIES
@@ -21,6 +21,19 @@ class Frozen(BaseModel):
     """Base of all models here: unknown keys are errors, values cannot be changed afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, data: Any) -> Any:
+        """A key with no value is unset: its default holds, where null is not a value of its own."""
+        if not isinstance(data, dict):
+            return data
+        unset = {
+            name
+            for name, field in cls.model_fields.items()
+            if not field.is_required() and type(None) not in typing.get_args(field.annotation)
+        }
+        return {key: value for key, value in data.items() if value is not None or key not in unset}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +74,19 @@ def _option_axes() -> list[Axis]:
     return [
         Axis(
             o.name,
-            Literal[o.choices] if o.choices else o.type,
+            _one_of(o.choices) if o.choices else o.type,
             o.default,
             o.help,
             OnlyWith("strategy", tuple(owners[o.name])),
         )
         for o in declared.values()
     ]
+
+
+def _one_of(choices: tuple[Any, ...]) -> Any:
+    """Return the type of a value among `choices`, which files and overrides give as text."""
+    by_text = {str(choice): choice for choice in choices}
+    return Annotated[Literal[choices], BeforeValidator(lambda value: by_text.get(str(value), value))]
 
 
 def _as_list(value: Any) -> Any:
@@ -138,7 +157,7 @@ _TRIAL_HELP = {f.name: f.metadata.get("help", "") for f in dataclasses.fields(Tr
 class SweepSpec(Frozen):
     """One sweep, complete: what `runs/<sweep id>/spec.yaml` holds."""
 
-    space: str
+    space: str = Field(pattern=r"^[^/]+$")  # part of a folder's name
     """name of the space: the file's name, and the MLflow experiment"""
     run_name: str | None = None
     """a label for the sweep in MLflow; null: <space>-<date>-<n>"""
@@ -147,6 +166,7 @@ class SweepSpec(Frozen):
     data: str = Field("embedded", description=_TRIAL_HELP["data"])
     eval_data: str | None = Field(default=None, description=_TRIAL_HELP["eval_data"])
     eval_fraction: float = Field(default=0.1, gt=0, le=0.9, description=_TRIAL_HELP["eval_fraction"])
+    max_eval_rows: int = Field(default=500, ge=1, description=_TRIAL_HELP["max_eval_rows"])
     data_template: Literal["auto", "chat", "plain"] = Field("auto", description=_TRIAL_HELP["data_template"])
     data_on_error: Literal["refuse", "drop"] = Field("refuse", description=_TRIAL_HELP["data_on_error"])
     cluster: str | None = None
@@ -189,9 +209,9 @@ class SweepSpec(Frozen):
     """where runs/<sweep id>/ goes"""
 
 
-def keys() -> dict[str, tuple[str, Any, str]]:
+def keys(model: type[BaseModel] = SweepSpec) -> dict[str, tuple[str, Any, str]]:
     """Return every key in dotted form with its type, default and help, in the order of the models."""
-    return dict(_keys(SweepSpec, ""))
+    return dict(_keys(model, ""))
 
 
 def _keys(model: type[BaseModel], prefix: str) -> typing.Iterator[tuple[str, tuple[str, Any, str]]]:

@@ -88,13 +88,11 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
     check_writable(Path(spec.runs_dir))
     data = tokenise(spec, legal, cluster.device, screen)
     price = price_per_gpu_hour(spec, screen.note)
-    check_store = Recorder(spec, "check", Path(spec.runs_dir))
-    check_store.check()
+    Recorder(spec, "", Path(spec.runs_dir)).check()
 
     # 3. The journal is the truth; MLflow and the searcher are told from it.
     journal = resumed or Journal.create(spec)
     recorder = Recorder(spec, journal.sweep_id, journal.folder)
-    recorder.check()
     recorder.open(None)
     recorder.sync(journal.outcomes)
     searcher = SEARCHERS[spec.searcher](legal, [OBJECTIVES[name] for name in spec.objectives], spec.seed)
@@ -106,7 +104,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
     screen.planned(candidates, desk.trials_left())
     interrupted = False
     try:
-        launcher.run(desk, data, journal.folder / "ray.log")
+        if desk.trials_left():
+            launcher.run(desk, data, journal.folder / "ray.log")
     except KeyboardInterrupt:
         interrupted = True
 

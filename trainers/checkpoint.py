@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ def save(folder: Path, engine: Engine, update: int, consumed_tokens: int, identi
     partial = folder / f".partial-{update:06d}"
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
     world.barrier()
+    partial.mkdir(parents=True, exist_ok=True)  # by every rank: without a shared disk each machine has its own
     model, optimizer = get_state_dict(engine.module, engine.optimizer, options=_OPTIONS)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial, no_dist=world.size == 1)
     torch.save(_random_state(), partial / f"random-{world.rank}.pt")
     world.barrier()
@@ -87,7 +89,7 @@ def size_bytes(path: Path) -> int:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list)) and k != "lr_lambdas"}
+    return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
 
 def _random_state() -> dict[str, Any]:

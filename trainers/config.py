@@ -116,6 +116,7 @@ class TrialConfig:
     data: str = option("embedded", "embedded, a .jsonl file, or a hub data set as org/name or org/name:split")
     eval_data: str | None = option(None, "evaluation data in the same forms; null: a seeded split of data")
     eval_fraction: float = option(0.1, "share of data held out, where eval_data is null", above=0, at_most=0.9)
+    max_eval_rows: int = option(500, "most rows that the split holds out, so that evaluations stay cheap", at_least=1)
     data_template: Literal["auto", "chat", "plain"] = option(
         "auto", "chat: the tokenizer's chat template; plain: prompt + answer; auto: chat where there is a template"
     )
@@ -201,8 +202,12 @@ def _strategy_options(
         where = f"{path}.{key}" if path else key
         if key not in declared:
             faults.append(f"unknown key {where} for strategy {name}{did_you_mean(key, known | set(declared))}")
-        else:
-            chosen[key] = _convert(declared[key].type, raw, where, faults, None)
+        elif raw is not None:  # a key with no value is unset
+            value = _convert(declared[key].type, raw, where, faults, None)
+            allowed = declared[key].choices
+            if value is not None and allowed and value not in allowed:
+                faults.append(f"{where}={raw!r}: allowed: {', '.join(map(str, allowed))}")
+            chosen[key] = value
     return chosen
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.errors import UserError
+
 FaultKind = Literal["device_oom", "host_oom", "library_oom", "killed_unproved", "illegal_config", "crash", "timeout"]
 
 OUT_OF_MEMORY: frozenset[str] = frozenset({"device_oom", "host_oom", "library_oom"})
@@ -67,7 +69,15 @@ class WorkerFault(Exception):
 
 
 def classify(error: BaseException) -> FaultKind:
-    """Return the kind of an exception, by its type and the text of its whole chain."""
+    """Return the kind of an exception, by its own type and text, or else by those of what it was raised from."""
+    kind = _own_kind(error)
+    origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return classify(origin) if kind == "crash" and origin is not None else kind
+
+
+def _own_kind(error: BaseException) -> FaultKind:
+    if isinstance(error, UserError):
+        return "illegal_config"
     if isinstance(error, MemoryError):
         return "host_oom"
     text = f"{type(error).__name__}: {error}"

@@ -103,7 +103,7 @@ class Engine:
         return float(total)
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Return the summed cross entropy of a micro batch's targets: a float32 scalar, 0 where there are none.
+        """Return the summed cross entropy of a micro batch's targets, in float32 at least; 0 where there are none.
 
         No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
         to its right, so padding changes nothing but keeps the kernels' fast paths open.
@@ -112,7 +112,10 @@ class Engine:
         mixed = torch.autocast(device.type, self._dtype) if self._dtype != torch.float32 else nullcontext()
         with mixed:
             logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
-        predicted = logits[:, :-1].float().flatten(0, 1)  # [rows · (tokens − 1), vocabulary]
+        predicted = logits[:, :-1]
+        if predicted.dtype.itemsize < 4:  # half precision; float64 stays as it is
+            predicted = predicted.float()
+        predicted = predicted.flatten(0, 1)  # [rows · (tokens − 1), vocabulary]
         labels = batch["labels"][:, 1:].flatten()
         return cross_entropy(predicted, labels, ignore_index=IGNORED, reduction="sum")
 

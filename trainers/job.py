@@ -26,6 +26,7 @@ def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | 
         message = f"{type(error).__name__}: {first[0] if first else 'no message'}"
         trace = traceback.format_exc()[-MAX_TRACEBACK:]
         fault = Fault(classify(error), meter.current, world.rank, message, trace)
+        traceback.clear_frames(error.__traceback__)  # their locals hold the model
         raise WorkerFault(fault) from error
     finally:
         gc.collect()  # the model must be gone before the process group is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +94,8 @@ def train(
             compute_dtype(learning, world.device.type),
         )
         del model
+    # Ranks that hold other samples draw other dropout masks; the adapter's weights are drawn already, equal on all.
+    torch.manual_seed(learning.seed + plan.dp_rank(world.rank))
 
     # 3. Go on from the last save, or rehearse the worst batch and forget it again.
     folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
@@ -195,15 +198,15 @@ def rehearse(engine: Engine, feed: Feed, updates: Sequence[Window], meter: Memor
     The first update allocates the optimizer's state, the second runs with all of it: memory is known before time is
     spent, on the batch where it peaks. It also warms up kernels and allocator, so timed updates start warm.
     """
-    before, random_state = engine.snapshot(), torch.get_rng_state()
+    before = engine.snapshot()
     batch, targets = feed.worst(updates)
-    with meter.tracing(engine.tensors()):
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), meter.tracing(engine.tensors()):
         for _ in range(2):
             engine.step([batch], targets, meter)
         with meter.phase("eval"):
             engine.evaluate(feed.evaluation()[:1])
     engine.restore(before)
-    torch.set_rng_state(random_state)
     world.synchronize()
 
 
@@ -260,15 +263,14 @@ def timed_save(
 @contextmanager
 def shared_temporary_folder(world: World) -> Iterator[Path]:
     """Give all ranks rank 0's temporary folder (ranks on other machines make the same path there)."""
-    with tempfile.TemporaryDirectory(prefix="sweep-save-") as mine:
-        if world.size == 1:
-            yield Path(mine)
-            return
-        names = [mine]
+    names = [tempfile.mkdtemp(prefix="sweep-save-") if world.rank == 0 else ""]
+    if world.size > 1:
         torch.distributed.broadcast_object_list(names, src=0, device=world.device)
-        Path(names[0]).mkdir(parents=True, exist_ok=True)
+    try:
         yield Path(names[0])
         world.barrier()
+    finally:
+        shutil.rmtree(names[0], ignore_errors=True)
 
 
 def learning_identity(config: TrialConfig, data: TrialData) -> str:

@@ -33,7 +33,8 @@ def prepare(config: TrialConfig, tokenizer: PreTrainedTokenizerBase) -> TrialDat
     """Read and tokenise training and evaluation data. Raises UserError with every fault that was found."""
     data = read(config.data, config.data_on_error)
     if config.eval_data is None:
-        train_rows, eval_rows = split_eval(data, config.eval_fraction, seed=0)
+        share = min(config.eval_fraction, config.max_eval_rows / len(data))
+        train_rows, eval_rows = split_eval(data, share, seed=0)
     else:
         train_rows, eval_rows = data, read(config.eval_data, config.data_on_error)
         refuse_overlap(overlap(train_rows, eval_rows), config)

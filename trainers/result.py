@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -72,14 +73,29 @@ class TrialResult:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Return plain JSON values; what is not finite becomes null."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> TrialResult:
+        """Read what to_json wrote; a null number is NaN again."""
         rows = dict(data)
-        rows["updates"] = tuple(Update(**u) for u in data["updates"])
-        rows["evaluations"] = tuple(Evaluation(**e) for e in data["evaluations"])
+        rows["updates"] = tuple(Update(**_numbers(u)) for u in data["updates"])
+        rows["evaluations"] = tuple(Evaluation(**_numbers(e)) for e in data["evaluations"])
         rows["saves"] = tuple(Save(**s) for s in data["saves"])
         rows["memory"] = {name: PhaseMemory(**m) for name, m in data["memory"].items()}
         rows["fingerprints"] = tuple(data["fingerprints"])
         return TrialResult(**rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: math.nan if v is None else v for k, v in row.items()}

@@ -20,6 +20,7 @@ from trainers.job import run_rank
 from trainers.loop import Hooks
 from trainers.prepare import locate_data, prepare
 from trainers.ranks import World
+from trainers.strategies import STRATEGIES
 from trainers.timing import summarize
 
 T = TypeVar("T")
@@ -36,11 +37,13 @@ def main(argv: list[str]) -> int:
         with ranks.joined(config.run.device) as world:
             run(config, world)
         return 0
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
-        return 2
-    except WorkerFault as error:
+    except (UserError, WorkerFault) as error:
+        mistake = error.__cause__ if isinstance(error, WorkerFault) else error
+        if isinstance(mistake, UserError):
+            if os.environ.get("RANK", "0") == "0":
+                print("\n".join(f"error: {fault}" for fault in mistake.faults), file=sys.stderr)
+            return 2
+        assert isinstance(error, WorkerFault)
         print(f"failed: {error.fault.kind}: {error}", file=sys.stderr)
         return 1
 
@@ -55,6 +58,11 @@ def resolve(config: TrialConfig) -> TrialConfig:
             f"the config is for system.num_workers={config.system.num_workers}, but {ranks_started} "
             f"process(es) were started; use torchrun --nproc-per-node {config.system.num_workers}"
         )
+    plan = STRATEGIES[config.system.strategy].plan(config.system)
+    try:
+        plan.accumulation(config.learning.global_batch_size, config.system.micro_batch_size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     out = str(Path(config.run.output_dir).expanduser().resolve()) if config.run.output_dir else None
     eval_data = locate_data(config.eval_data) if config.eval_data else None
     device = ranks.resolve_device(config.run.device)

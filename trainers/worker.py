@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+import ray.train.torch
 from ray import train as ray_train
 
 from trainers import config as configs
@@ -29,6 +30,9 @@ def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(job["threads"])
+    if torch.cuda.is_available() and job["config"]["run"]["device"] == "cuda":
+        # Ray lets the workers of a node see all of the job's GPUs; this one's is the one with its local rank.
+        torch.cuda.set_device(ray_train.torch.get_device())
     context = ray_train.get_context()
     config = configs.from_tree(configs.TrialConfig, job["config"])
     data = ray.get(job["data"])

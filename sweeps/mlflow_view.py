@@ -1,0 +1,373 @@
+"""A sweep as MLflow shows it: names, params, metrics, histories, texts and the saved view, made from outcomes.
+
+Pure functions of what the journal holds, so sending them twice sends the same. `sweeps.record` does the sending.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import itertools
+import json
+import math
+import posixpath
+import re
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sweeps.objectives import OBJECTIVES
+from sweeps.outcome import TrialOutcome
+from sweeps.pareto import Frontier
+from sweeps.spec import SweepSpec
+from trainers import yaml_text
+from trainers.result import Evaluation, Save, Update
+
+RANK = "frontier/rank"
+FRONTIER_COLOR, OTHER_COLOR = "#e7298a", "#b0b0b0"
+NAME_LENGTH = 14  # MLflow's list of runs cuts longer names
+NOTE_LENGTH = 8000
+PARAM_LENGTH, TAG_LENGTH, KEY_LENGTH = 6000, 5000, 250  # what the oldest supported server stores
+NOTE_ROWS, NOTE_FAILURES = 15, 8
+WITHOUT_OBJECTIVES = ("OOM", "FAILED", "INFEASIBLE")
+
+_GROUPS = {
+    "memory": ("peak_memory_gib", "peak_memory_allocated_gib", "peak_memory_reserved_gib", "host_peak_memory_gib"),
+    "throughput": ("step_time_s", "tokens_per_second", "target_tokens_per_second", "tokens_per_second_per_device",
+                   "padding_share", "mfu", "hfu"),
+    "quality": ("eval_loss", "eval_loss_start", "train_loss", "tokens_to_target", "consumed_tokens", "updates"),
+    "cost": ("cost_per_quality_usd", "storage_usd", "startup_cost_usd", "gpu_hours", "save_gib"),
+    "time": ("time_to_target_s", "eval_time_s", "save_time_s", "startup_time_s", "wall_time_s"),
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value of one metric."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+# -- names and values ---------------------------------------------------------------------------------------------
+
+
+def metric_key(name: str) -> str:
+    """Return the key of a figure: its group, and its name."""
+    return f"{_GROUP_OF.get(name, 'other')}/{param_key(name)}"
+
+
+def param_key(name: str) -> str:
+    """Return a key that MLflow accepts: any character that it refuses becomes `_x<hex>_`. See `param_name`."""
+    key = re.sub(r"_(?=x[0-9a-f])|[^\w\-. :/]", _escape, name)
+    if key == "." or key.startswith(("/", "..")) or key != posixpath.normpath(key):
+        key = re.sub(r"[/.]", _escape, key)
+    if len(key) > KEY_LENGTH:
+        key = f"{key[:200]}_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return key
+
+
+def param_name(key: str) -> str:
+    """Return the name that `param_key` was given. A key over 250 characters is cut; its tag `param.<end>` has it."""
+    return re.sub(r"_x([0-9a-f]+)_", lambda match: chr(int(match[1], 16)), key)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"_x{ord(match[0]):x}_"
+
+
+def text(value: Any) -> str:
+    """Return the one text of a value: MLflow refuses a param that comes again in another spelling."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple, dict)):
+        value = json.dumps(plain(value), sort_keys=True, ensure_ascii=False)
+    return cut(str(value), PARAM_LENGTH)  # a float's str is its shortest exact decimal
+
+
+def rounded(value: float) -> float:
+    """Return a value with six significant digits; whole numbers, which are counts, stay exact."""
+    return value if float(value).is_integer() else float(f"{value:.6g}")
+
+
+def cut(text: str, limit: int) -> str:
+    """Return text with at most `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def plain(value: Any) -> Any:
+    """Return resolved plain data (dicts, lists, finite numbers) of whatever mappings and sequences hold it."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+# -- one trial ----------------------------------------------------------------------------------------------------
+
+
+def run_name(outcome: TrialOutcome) -> str:
+    """Return a name that a person recognises: `047 ddp 2x4` is trial 47, 2 workers with micro batches of 4."""
+    base = f"{outcome.trial_id} {outcome.config.get('strategy', outcome.kind)} {outcome.num_workers}"
+    full = f"{base}x{outcome.config['micro_batch_size']}" if "micro_batch_size" in outcome.config else base
+    return full if len(full) <= NAME_LENGTH else base[:NAME_LENGTH].rstrip()
+
+
+def params(outcome: TrialOutcome) -> dict[str, str]:
+    """Return the candidate's values, flat, each with its one text; a value that is absent or null has no param."""
+    return {param_key(name): text(value) for name, value in _flat(plain(outcome.config)) if value is not None}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def undefined(outcome: TrialOutcome, objectives: Sequence[str]) -> list[str]:
+    """Return the objectives that a completed trial has no value for: the record holds no stand-in for them."""
+    return [n for n in objectives if n not in outcome.metrics] if outcome.status == "COMPLETED" else []
+
+
+def tags(outcome: TrialOutcome, sweep: str, parent: str, objectives: Sequence[str]) -> dict[str, str]:
+    """Return the tags of a trial's run. It joins the frontier only when the sweep is concluded."""
+    found = {
+        "mlflow.parentRunId": parent, "sweep.id": sweep, "sweep.role": "trial",
+        "trial.id": outcome.trial_id, "trial.attempt": str(outcome.attempt), "trial.config_hash": outcome.candidate_id,
+        "trial.kind": outcome.kind, "trial.status": outcome.status,
+        "trial.reason": outcome.reason, "trial.reason_kind": outcome.reason_kind or "",
+        "trial.phase": outcome.phase or "", "trial.rank": "" if outcome.rank is None else str(outcome.rank),
+        "trial.undefined": ", ".join(undefined(outcome, objectives)), **frontier_tags(False),
+    }
+    names = {param_key(name): name for name, _ in _flat(plain(outcome.config))}
+    found |= {f"param.{key[-12:]}": name for key, name in names.items() if param_name(key) != name}
+    return {key: cut(value, TAG_LENGTH) for key, value in found.items() if value}
+
+
+def frontier_tags(on_frontier: bool) -> dict[str, str]:
+    return {"frontier": text(on_frontier), "mlflow.runColor": FRONTIER_COLOR if on_frontier else OTHER_COLOR}
+
+
+def final_metrics(outcome: TrialOutcome, objectives: Sequence[str]) -> list[Reading]:
+    """Return the trial's figures. A trial that did not run through has no value for an objective, not a bad one."""
+    hidden = {*OBJECTIVES, *objectives} if outcome.status in WITHOUT_OBJECTIVES else set[str]()
+    figures = {"gpu_hours": outcome.gpu_hours, "wall_time_s": outcome.wall_s, **outcome.metrics}
+    at = milliseconds(outcome.ended_at)
+    return [Reading(metric_key(name), rounded(value), at, 0)
+            for name, value in figures.items() if name not in hidden and _finite(value)]
+
+
+def histories(outcome: TrialOutcome) -> list[Reading]:
+    """Return the curves over consumed tokens, at times that follow from the outcome alone."""
+    found: list[Reading] = []
+    for elapsed, event in _events(outcome):
+        if isinstance(event, Save):
+            continue
+        names = ("loss", "grad_norm", "learning_rate", "step_time_s") if isinstance(event, Update) else ("loss",)
+        group = "train" if isinstance(event, Update) else "eval"
+        at = milliseconds(outcome.started_at + elapsed)
+        found += [Reading(f"{group}/{name}", rounded(value), at, event.consumed_tokens)
+                  for name in names if _finite(value := getattr(event, name))]
+    return found
+
+
+def _events(outcome: TrialOutcome) -> Iterator[tuple[float, Update | Evaluation | Save]]:
+    """Yield what a job did, in order, with the seconds spent on it up to then."""
+    measured = outcome.measured
+    if measured is None:
+        return
+    events: list[Update | Evaluation | Save] = [*measured.updates, *measured.evaluations, *measured.saves]
+    elapsed = 0.0
+    for event in sorted(events, key=lambda e: e.consumed_tokens):  # stable: the update, then what followed it
+        seconds = event.step_time_s if isinstance(event, Update) else event.seconds
+        elapsed += seconds if _finite(seconds) else 0.0
+        yield elapsed, event
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)  # the journal writes NaN as null
+
+
+def files(outcome: TrialOutcome) -> dict[str, str]:
+    """Return the artifacts of a trial: path to content."""
+    found = {"config/config.yaml": yaml_text.dump(plain(outcome.trial_config)), "log.txt": log(outcome)}
+    if outcome.result is not None:
+        result = plain(outcome.result)
+        timing = {name: result.get(name) for name in ("updates", "evaluations", "saves", "seconds")}
+        found["memory.json"] = json.dumps(result.get("memory"), indent=1) + "\n"
+        found["timing.json"] = json.dumps(timing, indent=1) + "\n"
+    return found
+
+
+def log(outcome: TrialOutcome) -> str:
+    """Return the trial as lines for a person."""
+    lines = [f"trial {outcome.trial_id}, attempt {outcome.attempt}, {outcome.kind}: {outcome.num_workers} worker(s)"]
+    for elapsed, event in _events(outcome):
+        shown = ", ".join(f"{name} {_figure(value)}" for name, value in asdict(event).items())
+        lines.append(f"{elapsed:9.1f} s  {type(event).__name__.lower():10}  {shown}")
+    where = "".join([f", phase {outcome.phase}" if outcome.phase else "",
+                     f", rank {outcome.rank}" if outcome.rank is not None else ""])
+    lines.append(f"{outcome.status}{where}{': ' if outcome.reason else ''}{outcome.reason}")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+# -- the sweep ----------------------------------------------------------------------------------------------------
+
+
+def space_hash(spec: SweepSpec) -> str:
+    """Return what tells two spaces apart: a hash of the spec without budget, folder and label."""
+    tree = spec.model_dump(mode="json", exclude={"budget", "runs_dir", "run_name"})
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def varying(spec: SweepSpec) -> list[str]:
+    """Return the axes with several values, as params are named."""
+    axes = {**spec.learning.model_dump(), **spec.system.model_dump()}
+    return [param_key(name) for name, values in axes.items() if len(values) > 1]
+
+
+def trials_csv(outcomes: Sequence[TrialOutcome], ranks: Mapping[str, int]) -> str:
+    """Return all trials as a table."""
+    rows = []
+    for o in outcomes:
+        rank = ranks.get(o.trial_id) if o.status == "COMPLETED" else None
+        who = {"trial": o.trial_id, "attempt": o.attempt, "kind": o.kind, "status": o.status, "frontier_rank": rank}
+        why = {"reason_kind": o.reason_kind, "reason": o.reason}
+        rows.append({**who, **dict(_flat(plain(o.config))), **o.metrics, **why})
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def note(spec: SweepSpec, outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str], *,
+         headline: str, view: str, commands: Sequence[str]) -> str:
+    """Return the parent run's description, in markdown; `links`: trial id to where its run is shown.
+
+    MLflow folds it after three lines, so the headline and the link to the comparison come first.
+    """
+    head = [cut(headline, 500), "", f"[Compare the trials]({view})", ""]
+    shown = varying(spec)[:6]
+    columns = ["rank", "trial", *shown, *(o.label for o in frontier.objectives), "best at"]
+    head += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)] if frontier.points else []
+    table = list(_note_rows(outcomes, frontier, links, shown))
+    hidden = len(frontier.points) - NOTE_ROWS
+    rest = ["", f"… and {hidden} more: frontier.json"] if hidden > 0 else []
+    failed = [o for o in outcomes if o.status != "COMPLETED"]
+    failures = [f"- {_link(o.trial_id, links)} {o.status}: {cut(_cell(o.reason), 160)}" for o in failed]
+    if failed:
+        rest += ["", f"{len(failed)} of {len(outcomes)} trials did not complete:", ""]
+    hidden = len(failures) - NOTE_FAILURES
+    last = [f"- … and {hidden} more: filter `tags.trial.status`"] if hidden > 0 else []
+    tail = ["", "```", *commands, "```"] if commands else []
+    return _fit(head, table[:NOTE_ROWS], rest, failures[:NOTE_FAILURES], [*last, *tail])
+
+
+def _note_rows(outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str],
+               shown: Sequence[str]) -> Iterator[str]:
+    configs = {o.trial_id: params(o) for o in outcomes if o.status == "COMPLETED"}
+    best = frontier.best()
+    for rank, point in enumerate(frontier.points):
+        trial = point.trial_ids[0]
+        same = f" (= {', '.join(point.trial_ids[1:4])})" if len(point.trial_ids) > 1 else ""
+        values = [configs.get(trial, {}).get(name, "") for name in shown] + [f"{v:.5g}" for v in point.values]
+        cells = [str(rank), _link(trial, links) + same, *(cut(_cell(v), 24) for v in values)]
+        cells.append(", ".join(best.get(trial, [])))
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _link(trial: str, links: Mapping[str, str]) -> str:
+    return f"[{trial}]({links[trial]})" if trial in links else trial
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _fit(head: list[str], rows: list[str], middle: list[str], failures: list[str], tail: list[str]) -> str:
+    while True:
+        content = "\n".join([*head, *rows, *middle, *failures, *tail])
+        if len(content) <= NOTE_LENGTH or not (rows or failures):
+            return cut(content, NOTE_LENGTH)
+        (failures or rows).pop()
+
+
+# -- the saved view -----------------------------------------------------------------------------------------------
+
+
+def saved_view(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], created_at: int) -> str:
+    """Return the value of an experiment tag `mlflow.sharedViewState.<id>`: charts, columns, filter and sort."""
+    state = json.dumps(view_state(spec, sweep, metric_keys), separators=(",", ":"))
+    packed = base64.b64encode(zlib.compress(state.encode(), 9)).decode()
+    return json.dumps({"name": sweep, "createdAt": created_at, "state": f"deflate;{packed}"})
+
+
+def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str]) -> dict[str, Any]:
+    """Return the page's state as MLflow 3.17 keeps it; `metric_keys`: all that exist, each of which would get a chart.
+
+    The format is undocumented. A key that a later version does not know is ignored.
+    """
+    objectives = [metric_key(name) for name in spec.objectives]
+    columns = [f"metrics.`{key}`" for key in (RANK, *objectives)] + [f"params.`{key}`" for key in varying(spec)[:10]]
+    charts = list(_charts(sweep, objectives, varying(spec)[:8]))
+    curves = {c["metricKey"] for c in charts if "metricKey" in c}
+    charts += [_chart(sweep, f"hidden {key}", "BAR", "tradeoffs", metricKey=key, deleted=True, isGenerated=True)
+               for key in sorted({RANK, *metric_keys} - curves)]
+    sections = (("tradeoffs", "Trade-offs", 3), ("settings", "Settings and outcomes", 1), ("curves", "Curves", 2))
+    return {
+        "searchFilter": f"tags.sweep.role = 'trial' and tags.sweep.id = '{sweep}'",
+        "orderByKey": f"metrics.`{RANK}`", "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",
+        "datasetsFilter": [], "modelVersionFilter": "All Runs",
+        "selectedColumns": [*columns, "tags.`trial.status`", "tags.`trial.reason`"],
+        "columnOrder": [], "columnWidths": {}, "runsHiddenMode": "SHOW_ALL", "groupBy": None, "groupsExpanded": {},
+        "viewMaximized": False, "runListHidden": False, "isAccordionReordered": True, "hideEmptyCharts": True,
+        "useGroupedValuesInCharts": True, "chartsSearchFilter": "",
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+        "compareRunCharts": charts,
+        "compareRunSections": [
+            {"uuid": _uuid(sweep, key), "name": name, "display": True, "isReordered": False, "deleted": False,
+             "isGenerated": False, "columns": width, "cardHeight": 400} for key, name, width in sections],
+    }
+
+
+def _charts(sweep: str, objectives: Sequence[str], settings: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for x, y in itertools.islice(itertools.combinations(objectives, 2), 6):
+        yield _chart(sweep, f"{x} {y}", "SCATTER", "tradeoffs",
+                     xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"})
+    yield _chart(sweep, "parallel", "PARALLEL", "settings",
+                 selectedParams=list(settings), selectedMetrics=list(objectives), showAllRuns=False)
+    for key in ("eval/loss", "train/loss"):
+        yield _chart(sweep, key, "LINE", "curves", metricKey=key, selectedMetricKeys=[key], lineSmoothness=0,
+                     xAxisKey="step", xAxisScaleType="linear", scaleType="linear", selectedXAxisMetricKey="",
+                     range={}, yAxisKey="metric", yAxisExpressions=[], ignoreOutliers=False,
+                     useGlobalXaxisKey=True, useGlobalLineSmoothing=True)
+
+
+def _chart(sweep: str, name: str, kind: str, section: str, **fields: Any) -> dict[str, Any]:
+    return {"uuid": _uuid(sweep, name), "type": kind, "metricSectionId": _uuid(sweep, section),
+            "runsCountToCompare": 100, "deleted": False, "isGenerated": False, **fields}
+
+
+def _uuid(sweep: str, name: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{sweep}/{name}"))

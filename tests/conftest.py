@@ -1,0 +1,34 @@
+"""For all tests: no network, one thread a process, quiet libraries; and ranks to run on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+# Before any test module imports the libraries that read these; processes started by tests inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ["MLFLOW_LOGGING_LEVEL"] = "ERROR"
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+os.environ["GIT_PYTHON_REFRESH"] = "quiet"
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of this machine's name
+
+import pytest
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(2).run(function, *args)`: call a module-level function on 2 gloo ranks, return a list of 2 results."""
+    pools: dict[int, RankPool] = {}
+
+    def of(size: int) -> RankPool:
+        return pools.setdefault(size, RankPool(size))
+
+    yield of
+    for pool in pools.values():
+        pool.kill()

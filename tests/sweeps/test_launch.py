@@ -1,0 +1,150 @@
+"""Trials on a real Ray cluster of two nodes: placement, mixed worlds, failures as results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sweeps import space
+from sweeps.launch import _fault, _tune_searcher
+from sweeps.search import Ask
+from sweeps.spec import SweepSpec
+from sweeps.sweep import run_sweep
+from sweeps.trial import Ending, Job
+from tests.sweeps.silent import SilentScreen
+from trainers.diagnose import Fault, WorkerFault
+from trainers.errors import UserError
+
+TINY = {
+    "budget.tokens_per_trial": "1500",
+    "eval_every_tokens": "1000",
+    "target_eval_loss": "6.0",
+    "eval_fraction": "0.02",
+}
+
+
+def spec_for(folder: Path, **overrides: object) -> SweepSpec:
+    given = {**TINY, "runs_dir": str(folder / "runs"), **{k.replace("__", "."): v for k, v in overrides.items()}}
+    return space.load("lora_small", given)
+
+
+def test_mixed_worlds_side_by_side_on_two_nodes(cluster: str, store: str, tmp_path: Path) -> None:
+    """Worlds of 1, 2 and 4 share 4 slots on two nodes: all finish, and learn from the same samples."""
+    spec = spec_for(
+        tmp_path,
+        system__num_workers=["4", "1", "2"],
+        system__micro_batch_size="2",
+        learning__learning_rate="3e-3",
+        ray__cpus_per_worker="0.5",
+        ray__max_concurrent_trials="4",
+    )
+    report = run_sweep(spec, SilentScreen())
+    assert [o.status for o in report.outcomes] == ["COMPLETED"] * 3
+    assert sorted(o.num_workers for o in report.outcomes) == [1, 2, 4]
+    measured = [m for o in report.outcomes if (m := o.measured) is not None]
+    assert len({m.fingerprints for m in measured}) == 1
+    losses = [m.updates[-1].loss for m in measured]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    for outcome, result in zip(report.outcomes, measured, strict=True):
+        assert result.effective_config["system"]["num_workers"] == outcome.config["num_workers"]
+
+
+class Killer(SilentScreen):
+    """Kills a worker of the first trial once it trains."""
+
+    killed = False
+
+    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
+        if trial_id == "000" and not self.killed:
+            workers = [p for p in psutil.process_iter(["name"]) if "RayTrainWorker" in (p.info["name"] or "")]
+            if workers:
+                self.killed = True
+                workers[0].kill()
+
+
+def test_two_nodes_a_killed_worker_and_the_next_trial(cluster: str, store: str, tmp_path: Path) -> None:
+    """Each node has one CPU and each worker takes one, spread strictly: code, data and results travel.
+
+    The first trial's worker is killed: that is a result, its node's worker goes too, and the next trial finds room.
+    """
+    spec = spec_for(
+        tmp_path,
+        system__num_workers="2",
+        system__micro_batch_size="2",
+        learning__learning_rate=["3e-3", "1e-3"],
+        budget__tokens_per_trial="20000",
+        eval_every_tokens="5000",
+        ray__placement="STRICT_SPREAD",
+    )
+    report = run_sweep(spec, Killer())
+    first, second = report.outcomes
+    assert (first.status, first.reason_kind) == ("FAILED", "killed_unproved")
+    assert "process died" in first.reason
+    assert "target_tokens_per_second" not in first.metrics
+    assert second.status == "COMPLETED"
+    assert second.measured is not None
+    assert second.measured.num_workers == 2
+    line = json.loads((report.folder / "trials.jsonl").read_text().splitlines()[1])
+    assert line["metrics"]["tokens_per_second"] > 0
+
+
+def test_more_workers_than_the_cluster_has_is_refused(cluster: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"num_workers=3 needs 3 CPUs.*room for 2.*system\.num_workers=2"):
+        run_sweep(spec_for(tmp_path, system__num_workers="3"), SilentScreen())
+    assert not (tmp_path / "runs").exists()
+
+
+class FakeDesk:
+    """Hands out jobs of given widths in order, each when it fits."""
+
+    def __init__(self, widths: list[int]) -> None:
+        self.widths = widths
+        self.endings: list[Ending] = []
+
+    def next(self, free_workers: int | None) -> Job | Ask:
+        if not self.widths:
+            return Ask.FINISHED
+        if free_workers is not None and self.widths[0] > free_workers:
+            return Ask.WAIT
+        return Job(f"{len(self.widths)}", 1, "c", self.widths.pop(0), 8, {}, 0.0)
+
+    def finish(self, job: Job, ending: Ending) -> None:
+        self.endings.append(ending)
+
+
+def test_tune_is_handed_a_trial_only_when_its_workers_fit() -> None:
+    desk = FakeDesk([2, 4, 1])
+    search = _tune_searcher()(desk, 4, {})
+    assert search.suggest("a")["job"]["num_workers"] == 2
+    assert search.suggest("b") is None  # 4 do not fit beside 2, and 1 does not overtake
+    search.on_trial_complete("a", result={"ending": json.dumps(Ending(fault=Fault("crash", "load", 0, "x")).to_json())})
+    assert search.suggest("b")["job"]["num_workers"] == 4
+    assert search.suggest("c") is None
+    search.on_trial_complete("b", error=True)
+    assert search.suggest("c")["job"]["num_workers"] == 1
+    assert search.suggest("d") is None  # one is still running: its ending may bring more
+    search.on_trial_complete("c", error=True)
+    assert search.suggest("d") == "FINISHED"
+    assert desk.endings[0].fault == Fault("crash", "load", 0, "x")
+    assert desk.endings[1].fault is not None
+    assert "driver process died" in desk.endings[1].fault.message
+
+
+class WorkerGroupFailure(Exception):
+    """Has what Ray Train's error has."""
+
+    def __init__(self, failures: dict[int, BaseException]) -> None:
+        super().__init__("worker group failed")
+        self.worker_failures = failures
+
+
+def test_the_rank_that_failed_first_is_the_cause() -> None:
+    oom = WorkerFault(Fault("host_oom", "backward", 1, "DefaultCPUAllocator: can't allocate memory"))
+    peer = WorkerFault(Fault("crash", "backward", 0, "RuntimeError: Connection closed by peer"))
+    fault = _fault(WorkerGroupFailure({0: peer, 1: oom}), 1.0, 60.0)
+    assert (fault.kind, fault.rank, fault.phase, fault.status) == ("host_oom", 1, "backward", "OOM")

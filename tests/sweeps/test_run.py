@@ -1,0 +1,139 @@
+"""The command line: one clear message for bad input, exit statuses, resuming, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sweeps import run
+from sweeps.journal import Journal
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "space=lora_small", "launcher=inline", "system.num_workers=1", "system.micro_batch_size=8", "target_eval_loss=6.0",
+    "budget.tokens_per_trial=1500", "eval_fraction=0.02",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["space=lora_smal"], ["unknown space 'lora_smal' (did you mean lora_small?)"]),
+        ([], ["usage: python sweeps/run.py"]),
+        (["model=embedded"], ["space=… is missing"]),
+        (["space=lora_small", "budget.trails=3"], ["unknown key budget.trails=3 (did you mean budget.trials?)"]),
+        (
+            ["space=lora_small", "learning.learning_rate=fast", "searcher=gird", "sytem.num_workers=2"],
+            ["learning.learning_rate=fast", "did you mean grid?", "did you mean system.num_workers?"],
+        ),
+        (["space=lora_small", "data=nothing.jsonl"], ["data not found: nothing.jsonl"]),
+        (["space=lora_small", "model=./nothing"], ["model=./nothing: no such folder"]),
+        (["space=lora_small", "cluster=h100x9"], ["cluster=h100x9: unknown (did you mean h100x8?)"]),
+        (["space=lora_small", "resume=latest"], ["resume=latest: there are no sweeps in"]),
+        (["space=lora_small", "system.num_workers=999"], ["needs 999 CPUs", "system.num_workers="]),
+        (["space=lora_small", "device=cuda", "system.num_workers=1"], ["needs 1 GPUs", "device=cpu"]),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], messages: list[str], store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run.main(arguments) == 2
+    shown = capsys.readouterr()
+    for message in messages:
+        assert message in shown.err + shown.out
+    assert "Traceback" not in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "0 rows"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 3}\n', "line 2"),
+        ('{"prompt": "' + "x" * 3000 + '", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n', "line 1"),
+    ],
+)
+def test_bad_data(
+    content: str, message: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text(content)
+    assert run.main([*SMALL, "data=d.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]
+
+
+def test_help_lists_spaces_keys_types_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("lora_small", "budget.trials: int or null = null", "learning.learning_rate: float or list",
+                 "system.strategy: ddp or list = ddp", "resume: latest or a sweep's id"):  # fmt: skip
+        assert text in shown
+
+
+def test_run_then_resume(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report names the frontier and the next commands; resuming runs the rest, and nothing else may change."""
+    monkeypatch.chdir(tmp_path)
+    assert run.main([*SMALL, "budget.trials=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Frontier of lora_small-" in shown
+    assert "least memory, cheapest, fastest" in shown
+    assert "mlflow ui --backend-store-uri" in shown
+    assert "resume=lora_small-" in shown
+    assert run.main(["resume=latest", "budget.trials=2"]) == 0
+    assert len(Journal.find("latest", tmp_path / "runs").outcomes) == 2
+    capsys.readouterr()
+    assert run.main(["resume=latest", "learning.learning_rate=0.5"]) == 2
+    assert "learning.learning_rate" in capsys.readouterr().err
+    assert run.main(["resume=latest", "space=full"]) == 2
+
+
+def test_ctrl_c_stops_clean_and_says_how_to_go_on(cluster: str, store: str, tmp_path: Path) -> None:
+    """From another directory, on a cluster: interrupt during the second trial, then go on."""
+    command = [
+        sys.executable, str(ROOT / "sweeps" / "run.py"), "space=lora_small", "system.num_workers=1",
+        "system.micro_batch_size=2", "target_eval_loss=6.0", "budget.tokens_per_trial=1500", "eval_fraction=0.02",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    deadline = time.time() + 200
+    while time.time() < deadline and process.poll() is None:
+        found = list(tmp_path.glob("runs/*/trials.jsonl"))
+        if found and found[0].read_text().count("\n") == 1:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "interrupted" in out
+    assert "resume=lora_small-" in out
+    assert "Traceback" not in out + err
+    journal = Journal.find("latest", tmp_path / "runs")
+    assert len(journal.outcomes) == 1
+    resumed = subprocess.run(
+        [*command[:2], "resume=latest"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ), timeout=250
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    outcomes = Journal.find("latest", tmp_path / "runs").outcomes
+    assert [o.status for o in outcomes] == ["COMPLETED", "COMPLETED"]
+    assert outcomes[0] == journal.outcomes[0]
+    import mlflow
+
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("lora_small")
+    runs = client.search_runs([experiment.experiment_id], f"tags.sweep.id = '{journal.sweep_id}'")
+    assert len(runs) >= 3
+    assert {r.info.status for r in runs} == {"FINISHED"}
+    assert sorted(r.data.tags["sweep.role"] for r in runs)[:2] == ["sweep", "trial"]

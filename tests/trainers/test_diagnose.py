@@ -1,0 +1,111 @@
+"""Failures: their kinds, and the root cause among several ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from trainers.diagnose import Fault, WorkerFault, classify, is_consequence, root_cause
+from trainers.errors import UserError
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+PEER = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:36487. "
+    "This may indicate a remote worker crash."
+)
+NCCL_PEER = "NCCL communicator was aborted on rank 0. Original reason for failure was: watchdog timeout"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError(CUDA), "device_oom"),
+        (torch.OutOfMemoryError("out of memory"), "device_oom"),
+        (RuntimeError("CUDA error: out of memory"), "device_oom"),
+        (RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"), "device_oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "library_oom"),
+        (RuntimeError("NCCL error: ncclUnhandledCudaError\nCuda failure 'out of memory'"), "library_oom"),
+        (RuntimeError("Failed to CUDA calloc 6291456 bytes"), "library_oom"),
+        (RuntimeError(CPU), "host_oom"),
+        (MemoryError(), "host_oom"),
+        (RuntimeError("Task was killed due to the node running low on memory."), "host_oom"),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), "timeout"),
+        (UserError("no such file"), "illegal_config"),
+        (RuntimeError(PEER), "crash"),
+        (ZeroDivisionError("division by zero"), "crash"),
+        (KeyError("memory"), "crash"),
+    ],
+)
+def test_kinds(error: BaseException, kind: str) -> None:
+    assert classify(error) == kind
+
+
+def test_a_wrapped_error_keeps_its_kind() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError(CUDA)
+        except RuntimeError as inner:
+            raise RuntimeError("the backward hook failed") from inner
+    except RuntimeError as outer:
+        assert classify(outer) == "device_oom"
+
+
+def test_a_real_host_allocation_failure() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert classify(caught.value) == "host_oom"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("device_oom", "OOM"),
+        ("host_oom", "OOM"),
+        ("library_oom", "OOM"),
+        ("illegal_config", "INFEASIBLE"),
+        ("killed_unproved", "FAILED"),
+        ("crash", "FAILED"),
+        ("timeout", "FAILED"),
+    ],
+)
+def test_statuses(kind: str, status: str) -> None:
+    assert Fault(kind, "forward", 0, "x").status == status  # type: ignore[arg-type]
+
+
+def test_an_oom_on_rank_1_is_the_cause_and_rank_0s_lost_peer_its_consequence() -> None:
+    lost = Fault("crash", "backward", 0, f"RuntimeError: {PEER}")
+    oom = Fault("device_oom", "backward", 1, f"OutOfMemoryError: {CUDA}")
+    assert root_cause({0: lost, 1: oom}) is oom
+    assert is_consequence(lost.message)
+    assert not is_consequence(oom.message)
+
+
+def test_a_crash_goes_before_the_peers_that_lost_it_and_those_that_timed_out() -> None:
+    crash = Fault("crash", "forward", 2, "ValueError: bad label")
+    others = {
+        0: Fault("timeout", "backward", 0, "RuntimeError: Timed out waiting 30000ms for recv operation to complete"),
+        1: Fault("crash", "backward", 1, f"DistBackendError: {NCCL_PEER}"),
+        3: Fault("crash", "backward", 3, f"RuntimeError: {PEER}"),
+    }
+    assert root_cause({**others, 2: crash}) is crash
+
+
+def test_among_equals_the_lowest_rank_is_named() -> None:
+    faults = {rank: Fault("device_oom", "forward", rank, CUDA) for rank in (3, 1, 2)}
+    assert root_cause(faults).rank == 1
+    lost = {rank: Fault("crash", "forward", rank, PEER) for rank in (1, 0)}
+    assert root_cause(lost).rank == 0
+
+
+def test_a_worker_fault_survives_pickling() -> None:
+    fault = Fault("device_oom", "backward", 1, CUDA, "Traceback …")
+    error = pickle.loads(pickle.dumps(WorkerFault(fault)))
+    assert type(error) is WorkerFault
+    assert error.fault == fault
+    assert str(error) == f"rank 1, backward: {CUDA}"
