@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import ValidationError
 
@@ -27,6 +28,7 @@ class Journal:
         self.folder = folder
         self.sweep_id = folder.name
         self.outcomes: list[TrialOutcome] = []
+        self._lock: TextIO | None = None  # held open: the lock goes with it, however the process ends
 
     @staticmethod
     def create(spec: SweepSpec) -> Journal:
@@ -59,6 +61,14 @@ class Journal:
         journal = Journal(found[-1] if name == "latest" else names[name])
         journal.outcomes = journal.read()
         return journal
+
+    def lock(self) -> None:
+        """Make this process the only one that runs the sweep, until it ends. Raises UserError if another one does."""
+        self._lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.sweep_id} is being run by another process; wait for it, or stop it first") from None
 
     @property
     def trials(self) -> Path:

@@ -1,4 +1,4 @@
-"""Where trials run: Ray Tune trials that are Ray Train jobs, or this process. With search/optuna.py the only ray here.
+"""Where trials run: Ray Tune trials that are Ray Train jobs. With search/optuna.py the only place here that knows Ray.
 
 Tune counts only the resources of a trial's driver, while each driver then asks for its own workers: if more drivers
 start than the cluster has room for workers, all wait for ever. So room is counted here, and Tune is handed a trial
@@ -11,20 +11,18 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sweeps.candidates import Cluster
+from sweeps.launcher import Desk, InlineLauncher, Launcher
 from sweeps.search import Ask
 from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
-from trainers import config as configs
 from trainers.diagnose import Fault, WorkerFault, root_cause
 from trainers.errors import UserError
 from trainers.prepare import TrialData
@@ -49,76 +47,9 @@ RAY_ENVIRONMENT = {
 }
 
 
-class Desk(Protocol):
-    """Who hands out trials and takes their endings: the sweep."""
-
-    def next(self, free_workers: int | None) -> Job | Ask:
-        """Return a job that needs at most `free_workers`, WAIT, or FINISHED."""
-
-    def finish(self, job: Job, ending: Ending) -> None: ...
-
-    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None: ...
-
-    def should_stop(self) -> bool: ...
-
-
-class Launcher(ABC):
-    """Runs the jobs that a desk hands out, until it has no more."""
-
-    @abstractmethod
-    def cluster(self) -> Cluster:
-        """Return what there is to run on. Raises UserError when the cluster cannot be reached."""
-
-    @abstractmethod
-    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
-        """Run jobs until the desk says FINISHED. `data` is by seq_len; Ray's own messages go to `log`."""
-
-
 def make_launcher(spec: SweepSpec) -> Launcher:
     """Return the launcher that the spec names."""
     return InlineLauncher(spec) if spec.launcher == "inline" else RayLauncher(spec)
-
-
-class InlineLauncher(Launcher):
-    """Every trial in this process, one after another: for a debugger."""
-
-    def __init__(self, spec: SweepSpec) -> None:
-        self._spec = spec
-
-    def cluster(self) -> Cluster:
-        from trainers.ranks import resolve_device
-
-        device = resolve_device(self._spec.device)
-        return Cluster(device, 1, f"this process, {device}")
-
-    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
-        from trainers import ranks
-        from trainers.job import run_rank
-        from trainers.loop import Hooks
-
-        import torch
-
-        os.environ.update(self._spec.env)
-        torch.set_num_threads(max(1, int(self._spec.ray.cpus_per_worker)))
-        while isinstance(job := desk.next(1), Job):
-            config = configs.from_tree(configs.TrialConfig, job.config)
-            trial_id = job.trial_id
-
-            def progress(facts: Mapping[str, Any], trial_id: str = trial_id) -> None:
-                desk.progress(trial_id, facts)
-
-            try:
-                result = run_rank(
-                    config,
-                    data[job.seq_len],
-                    ranks.current(config.run.device),
-                    Hooks(progress=progress, should_stop=desk.should_stop),
-                )
-                ending = Ending(result=result.to_json())
-            except WorkerFault as error:
-                ending = Ending(fault=error.fault)
-            desk.finish(job, ending)
-        assert job is Ask.FINISHED, "nothing runs while the desk is asked here, so there is nothing to wait for"
 
 
 class RayLauncher(Launcher):
@@ -417,8 +348,3 @@ def quiet(log: Path) -> Iterator[None]:
         finally:
             os.dup2(saved, 2)
             os.close(saved)
-
-
-def clear(folder: Path) -> None:
-    """Remove a folder and all in it, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -30,20 +30,20 @@ from trainers.result import Evaluation, Save, Update
 RANK = "frontier/rank"
 FRONTIER_COLOR, OTHER_COLOR = "#e7298a", "#b0b0b0"
 NAME_LENGTH = 14  # MLflow's list of runs cuts longer names
-NOTE_LENGTH = 8000
 PARAM_LENGTH, TAG_LENGTH, KEY_LENGTH = 6000, 5000, 250  # what the oldest supported server stores
-NOTE_ROWS, NOTE_FAILURES = 15, 8
+NOTE_LENGTH, NOTE_ROWS, NOTE_FAILURES = 8000, 15, 8
+TRAIN_CURVES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/step_time_s")
 WITHOUT_OBJECTIVES = ("OOM", "FAILED", "INFEASIBLE")
 
 _GROUPS = {
-    "memory": ("peak_memory_gib", "peak_memory_allocated_gib", "peak_memory_reserved_gib", "host_peak_memory_gib"),
-    "throughput": ("step_time_s", "tokens_per_second", "target_tokens_per_second", "tokens_per_second_per_device",
-                   "padding_share", "mfu", "hfu"),
-    "quality": ("eval_loss", "eval_loss_start", "train_loss", "tokens_to_target", "consumed_tokens", "updates"),
-    "cost": ("cost_per_quality_usd", "storage_usd", "startup_cost_usd", "gpu_hours", "save_gib"),
-    "time": ("time_to_target_s", "eval_time_s", "save_time_s", "startup_time_s", "wall_time_s"),
+    "memory": "peak_memory_gib peak_memory_allocated_gib peak_memory_reserved_gib host_peak_memory_gib",
+    "throughput": "step_time_s tokens_per_second target_tokens_per_second tokens_per_second_per_device "
+    "padding_share mfu hfu",
+    "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates",
+    "cost": "cost_per_quality_usd storage_usd startup_cost_usd gpu_hours save_gib",
+    "time": "time_to_target_s eval_time_s save_time_s startup_time_s wall_time_s",
 }
-_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,16 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def undefined(outcome: TrialOutcome, objectives: Sequence[str]) -> list[str]:
-    """Return the objectives that a completed trial has no value for: the record holds no stand-in for them."""
-    return [n for n in objectives if n not in outcome.metrics] if outcome.status == "COMPLETED" else []
-
-
 def tags(outcome: TrialOutcome, sweep: str, parent: str, objectives: Sequence[str]) -> dict[str, str]:
     """Return the tags of a trial's run. It joins the frontier only when the sweep is concluded."""
-    found = {
-        "mlflow.parentRunId": parent, "sweep.id": sweep, "sweep.role": "trial",
-        "trial.id": outcome.trial_id, "trial.attempt": str(outcome.attempt), "trial.config_hash": outcome.candidate_id,
-        "trial.kind": outcome.kind, "trial.status": outcome.status,
-        "trial.reason": outcome.reason, "trial.reason_kind": outcome.reason_kind or "",
-        "trial.phase": outcome.phase or "", "trial.rank": "" if outcome.rank is None else str(outcome.rank),
-        "trial.undefined": ", ".join(undefined(outcome, objectives)), **frontier_tags(False),
-    }
+    # Objectives that a completed trial has no value for: the record holds no stand-in for them.
+    undefined = [n for n in objectives if n not in outcome.metrics] if outcome.status == "COMPLETED" else []
+    trial = {"id": outcome.trial_id, "attempt": str(outcome.attempt), "config_hash": outcome.candidate_id}
+    trial |= {"kind": outcome.kind, "status": outcome.status, "undefined": ", ".join(undefined)}
+    trial |= {"reason": outcome.reason, "reason_kind": outcome.reason_kind or "", "phase": outcome.phase or ""}
+    trial["rank"] = "" if outcome.rank is None else str(outcome.rank)
+    found = {"mlflow.parentRunId": parent, "sweep.id": sweep, "sweep.role": "trial", **frontier_tags(False)}
+    found |= {f"trial.{name}": value for name, value in trial.items()}
     names = {param_key(name): name for name, _ in _flat(plain(outcome.config))}
     found |= {f"param.{key[-12:]}": name for key, name in names.items() if param_name(key) != name}
     return {key: cut(value, TAG_LENGTH) for key, value in found.items() if value}
@@ -167,8 +162,8 @@ def final_metrics(outcome: TrialOutcome, objectives: Sequence[str]) -> list[Read
     hidden = {*OBJECTIVES, *objectives} if outcome.status in WITHOUT_OBJECTIVES else set[str]()
     figures = {"gpu_hours": outcome.gpu_hours, "wall_time_s": outcome.wall_s, **outcome.metrics}
     at = milliseconds(outcome.ended_at)
-    return [Reading(metric_key(name), rounded(value), at, 0)
-            for name, value in figures.items() if name not in hidden and _finite(value)]
+    shown = {name: value for name, value in figures.items() if name not in hidden and _finite(value)}
+    return [Reading(metric_key(name), rounded(value), at, 0) for name, value in shown.items()]
 
 
 def histories(outcome: TrialOutcome) -> list[Reading]:
@@ -177,11 +172,10 @@ def histories(outcome: TrialOutcome) -> list[Reading]:
     for elapsed, event in _events(outcome):
         if isinstance(event, Save):
             continue
-        names = ("loss", "grad_norm", "learning_rate", "step_time_s") if isinstance(event, Update) else ("loss",)
-        group = "train" if isinstance(event, Update) else "eval"
         at = milliseconds(outcome.started_at + elapsed)
-        found += [Reading(f"{group}/{name}", rounded(value), at, event.consumed_tokens)
-                  for name in names if _finite(value := getattr(event, name))]
+        names = TRAIN_CURVES if isinstance(event, Update) else ("eval/loss",)
+        values = {name: getattr(event, name.partition("/")[2]) for name in names}
+        found += [Reading(k, rounded(v), at, event.consumed_tokens) for k, v in values.items() if _finite(v)]
     return found
 
 
@@ -219,8 +213,8 @@ def log(outcome: TrialOutcome) -> str:
     for elapsed, event in _events(outcome):
         shown = ", ".join(f"{name} {_figure(value)}" for name, value in asdict(event).items())
         lines.append(f"{elapsed:9.1f} s  {type(event).__name__.lower():10}  {shown}")
-    where = "".join([f", phase {outcome.phase}" if outcome.phase else "",
-                     f", rank {outcome.rank}" if outcome.rank is not None else ""])
+    where = f", phase {outcome.phase}" if outcome.phase else ""
+    where += f", rank {outcome.rank}" if outcome.rank is not None else ""
     lines.append(f"{outcome.status}{where}{': ' if outcome.reason else ''}{outcome.reason}")
     return "\n".join(lines) + "\n"
 
@@ -261,8 +255,16 @@ def trials_csv(outcomes: Sequence[TrialOutcome], ranks: Mapping[str, int]) -> st
     return out.getvalue()
 
 
-def note(spec: SweepSpec, outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str], *,
-         headline: str, view: str, commands: Sequence[str]) -> str:
+def note(
+    spec: SweepSpec,
+    outcomes: Sequence[TrialOutcome],
+    frontier: Frontier,
+    links: Mapping[str, str],
+    *,
+    headline: str,
+    view: str,
+    commands: Sequence[str],
+) -> str:
     """Return the parent run's description, in markdown; `links`: trial id to where its run is shown.
 
     MLflow folds it after three lines, so the headline and the link to the comparison come first.
@@ -276,16 +278,16 @@ def note(spec: SweepSpec, outcomes: Sequence[TrialOutcome], frontier: Frontier, 
     rest = ["", f"… and {hidden} more: frontier.json"] if hidden > 0 else []
     failed = [o for o in outcomes if o.status != "COMPLETED"]
     failures = [f"- {_link(o.trial_id, links)} {o.status}: {cut(_cell(o.reason), 160)}" for o in failed]
-    if failed:
-        rest += ["", f"{len(failed)} of {len(outcomes)} trials did not complete:", ""]
+    rest += ["", f"{len(failed)} of {len(outcomes)} trials did not complete:", ""] if failed else []
     hidden = len(failures) - NOTE_FAILURES
     last = [f"- … and {hidden} more: filter `tags.trial.status`"] if hidden > 0 else []
     tail = ["", "```", *commands, "```"] if commands else []
     return _fit(head, table[:NOTE_ROWS], rest, failures[:NOTE_FAILURES], [*last, *tail])
 
 
-def _note_rows(outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str],
-               shown: Sequence[str]) -> Iterator[str]:
+def _note_rows(
+    outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str], shown: Sequence[str]
+) -> Iterator[str]:
     configs = {o.trial_id: params(o) for o in outcomes if o.status == "COMPLETED"}
     best = frontier.best()
     for rank, point in enumerate(frontier.points):
@@ -313,7 +315,25 @@ def _fit(head: list[str], rows: list[str], middle: list[str], failures: list[str
         (failures or rows).pop()
 
 
-# -- the saved view -----------------------------------------------------------------------------------------------
+# -- the saved view, in the undocumented format of MLflow 3.17 ----------------------------------------------------
+
+# A key that a later version does not know is ignored.
+# fmt: off
+_PAGE = {  # what is the same for every sweep
+    "orderByKey": f"metrics.`{RANK}`", "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",
+    "datasetsFilter": [], "modelVersionFilter": "All Runs", "columnOrder": [], "columnWidths": {}, "groupBy": None,
+    "runsHiddenMode": "SHOW_ALL", "groupsExpanded": {}, "viewMaximized": False, "runListHidden": False,
+    "isAccordionReordered": True, "hideEmptyCharts": True, "useGroupedValuesInCharts": True, "chartsSearchFilter": "",
+    "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+}
+_SECTIONS = (("tradeoffs", "Trade-offs", 3), ("settings", "Settings and outcomes", 1), ("curves", "Curves", 2))
+_SECTION = {"display": True, "isReordered": False, "deleted": False, "isGenerated": False, "cardHeight": 400}
+_LINE = {
+    "lineSmoothness": 0, "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear",
+    "selectedXAxisMetricKey": "", "range": {}, "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
+    "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
+}
+# fmt: on
 
 
 def saved_view(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], created_at: int) -> str:
@@ -324,49 +344,35 @@ def saved_view(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], created_
 
 
 def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str]) -> dict[str, Any]:
-    """Return the page's state as MLflow 3.17 keeps it; `metric_keys`: all that exist, each of which would get a chart.
-
-    The format is undocumented. A key that a later version does not know is ignored.
-    """
+    """Return the page's state; `metric_keys`: all that exist, each of which would get a chart of its own."""
     objectives = [metric_key(name) for name in spec.objectives]
     columns = [f"metrics.`{key}`" for key in (RANK, *objectives)] + [f"params.`{key}`" for key in varying(spec)[:10]]
     charts = list(_charts(sweep, objectives, varying(spec)[:8]))
-    curves = {c["metricKey"] for c in charts if "metricKey" in c}
-    charts += [_chart(sweep, f"hidden {key}", "BAR", "tradeoffs", metricKey=key, deleted=True, isGenerated=True)
-               for key in sorted({RANK, *metric_keys} - curves)]
-    sections = (("tradeoffs", "Trade-offs", 3), ("settings", "Settings and outcomes", 1), ("curves", "Curves", 2))
+    for key in sorted({RANK, *metric_keys} - {c.get("metricKey") for c in charts}):
+        charts.append(_chart(sweep, f"hidden {key}", "BAR", "tradeoffs", metricKey=key, deleted=True, isGenerated=True))
+    sections = [{"uuid": _uuid(sweep, key), "name": name, "columns": n, **_SECTION} for key, name, n in _SECTIONS]
     return {
+        **_PAGE,
         "searchFilter": f"tags.sweep.role = 'trial' and tags.sweep.id = '{sweep}'",
-        "orderByKey": f"metrics.`{RANK}`", "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",
-        "datasetsFilter": [], "modelVersionFilter": "All Runs",
         "selectedColumns": [*columns, "tags.`trial.status`", "tags.`trial.reason`"],
-        "columnOrder": [], "columnWidths": {}, "runsHiddenMode": "SHOW_ALL", "groupBy": None, "groupsExpanded": {},
-        "viewMaximized": False, "runListHidden": False, "isAccordionReordered": True, "hideEmptyCharts": True,
-        "useGroupedValuesInCharts": True, "chartsSearchFilter": "",
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
         "compareRunCharts": charts,
-        "compareRunSections": [
-            {"uuid": _uuid(sweep, key), "name": name, "display": True, "isReordered": False, "deleted": False,
-             "isGenerated": False, "columns": width, "cardHeight": 400} for key, name, width in sections],
+        "compareRunSections": sections,
     }
 
 
 def _charts(sweep: str, objectives: Sequence[str], settings: Sequence[str]) -> Iterator[dict[str, Any]]:
     for x, y in itertools.islice(itertools.combinations(objectives, 2), 6):
-        yield _chart(sweep, f"{x} {y}", "SCATTER", "tradeoffs",
-                     xaxis={"key": x, "type": "METRIC"}, yaxis={"key": y, "type": "METRIC"})
-    yield _chart(sweep, "parallel", "PARALLEL", "settings",
-                 selectedParams=list(settings), selectedMetrics=list(objectives), showAllRuns=False)
+        axes = {"xaxis": {"key": x, "type": "METRIC"}, "yaxis": {"key": y, "type": "METRIC"}}
+        yield _chart(sweep, f"{x} {y}", "SCATTER", "tradeoffs", **axes)
+    shown = {"selectedParams": list(settings), "selectedMetrics": list(objectives), "showAllRuns": False}
+    yield _chart(sweep, "parallel", "PARALLEL", "settings", **shown)
     for key in ("eval/loss", "train/loss"):
-        yield _chart(sweep, key, "LINE", "curves", metricKey=key, selectedMetricKeys=[key], lineSmoothness=0,
-                     xAxisKey="step", xAxisScaleType="linear", scaleType="linear", selectedXAxisMetricKey="",
-                     range={}, yAxisKey="metric", yAxisExpressions=[], ignoreOutliers=False,
-                     useGlobalXaxisKey=True, useGlobalLineSmoothing=True)
+        yield _chart(sweep, key, "LINE", "curves", metricKey=key, selectedMetricKeys=[key], **_LINE)
 
 
 def _chart(sweep: str, name: str, kind: str, section: str, **fields: Any) -> dict[str, Any]:
-    return {"uuid": _uuid(sweep, name), "type": kind, "metricSectionId": _uuid(sweep, section),
-            "runsCountToCompare": 100, "deleted": False, "isGenerated": False, **fields}
+    ids = {"uuid": _uuid(sweep, name), "type": kind, "metricSectionId": _uuid(sweep, section)}
+    return {**ids, "runsCountToCompare": 100, "deleted": False, "isGenerated": False, **fields}
 
 
 def _uuid(sweep: str, name: str) -> str:

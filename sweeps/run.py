@@ -88,9 +88,10 @@ def read_resumed(resume: str, name: str | None, overrides: Mapping[str, Any]) ->
     if name is not None and name not in (tree["space"], f"{tree['space']}.yaml") and Path(name).stem != tree["space"]:
         raise UserError(f"resume={resume}: {journal.sweep_id} is a sweep of space={tree['space']}, not of {name}")
     started = space.validate(tree, base=Path.cwd(), given={})
-    changed = space.validate(
-        space.apply(tree, {k: v for k, v in overrides.items() if k != "runs_dir"}), base=Path.cwd(), given=overrides
-    )
+    for key, value in overrides.items():
+        if key != "runs_dir":
+            assign(tree, key, value)  # not space.apply: the stored spec is resolved, and its text is meant literally
+    changed = space.validate(tree, base=Path.cwd(), given=overrides)
     before, after = flat(started), flat(changed)
     different = [k for k in after if before[k] != after[k] and k not in RESUMABLE]
     if different:
@@ -102,6 +103,15 @@ def read_resumed(resume: str, name: str | None, overrides: Mapping[str, Any]) ->
             ]
         )
     return changed.model_copy(update={"runs_dir": str(journal.folder.parent)}), journal
+
+
+def assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dicts."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        tree = inner if isinstance(inner, dict) else tree
+    tree[leaf] = value
 
 
 def flat(spec: SweepSpec) -> dict[str, Any]:

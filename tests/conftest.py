@@ -18,7 +18,14 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of this machine's name
 
 import pytest
-from tests.rank_pool import RankPool
+
+from tests.rank_pool import RankPool, warm_up
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the imports of the ranks go on beside the first tests."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        warm_up()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Long-lived gloo ranks for tests: forked once from a process that has imported torch, then given function after function.
+"""Long-lived gloo ranks for tests: forked from a process that has imported torch, then sent function after function.
 
 A pool that met an exception or a timeout is killed, since its ranks no longer agree on which collective comes next;
 the next call forks a new one.
@@ -14,9 +14,12 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +73,7 @@ class RankPool:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = warm_up()
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
@@ -114,11 +116,20 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
 
+def warm_up() -> ForkServerContext:
+    """Start the process that ranks are forked from, and return at once; it imports what they need meanwhile."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    return context
+
+
 def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """Run one rank: join the process group, then execute what is sent, until killed."""
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore", FutureWarning)  # as in pyproject.toml; nobody captures what ranks print
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
     connection.send_bytes(b"ready")

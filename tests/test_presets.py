@@ -80,7 +80,8 @@ def test_model_preset_loads_under_its_name(path: Path) -> None:
     shape = ModelShape.from_yaml(path)
     assert shape.name == load(path)["name"]
     owner, _, model = shape.name.partition("/")
-    assert owner and model.lower() == path.stem
+    assert owner
+    assert model.lower() == path.stem
 
 
 @each_model

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.rank_pool import RankPool
 
+from tests.rank_pool import RankPool
 from trainers.errors import UserError
 from trainers.ranks import current
 

@@ -77,6 +77,8 @@ def resume(path: Path, engine: Engine, identity: str, world: World) -> tuple[int
         engine.module, engine.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS
     )
     engine.scheduler.load_state_dict(state["scheduler"])
+    if state["update"] == 0:
+        engine.reset_optimizer()  # saving gave an unused optimizer a state of one step
     mine = path / f"random-{world.rank}.pt"
     if mine.is_file():  # a larger world than the one that saved has ranks without a state: they keep the seed's
         _restore_random_state(torch.load(mine, weights_only=False))

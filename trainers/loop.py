@@ -153,8 +153,9 @@ def train(
         if folder is not None and every and done % every == 0 and done < end and stop == "budget":
             run.saves.append(timed_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
 
-    # 5. One save at the end, kept only where an output folder was asked for.
-    if stop != "nan":
+    # 5. One save at the end, kept only where an output folder was asked for; a finished run that is started again
+    #    has nothing new to save.
+    if stop != "nan" and (run.updates or run.evaluations):
         run.saves.append(final_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
     engine.close()
     return assemble(config, run, stop, prints[:done], meter, world)

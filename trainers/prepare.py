@@ -71,4 +71,7 @@ def _tokenize(
 def locate_data(name: str) -> str:
     """Return a data name with an existing path made absolute; other names are left to the reader."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if name != EMBEDDED and path.exists() else name
+    try:
+        return str(path.resolve()) if name != EMBEDDED and path.exists() else name
+    except OSError:  # a folder on the way cannot be read: the reader says so
+        return name

@@ -37,15 +37,20 @@ def main(argv: list[str]) -> int:
         with ranks.joined(config.run.device) as world:
             run(config, world)
         return 0
-    except (UserError, WorkerFault) as error:
-        mistake = error.__cause__ if isinstance(error, WorkerFault) else error
-        if isinstance(mistake, UserError):
-            if os.environ.get("RANK", "0") == "0":
-                print("\n".join(f"error: {fault}" for fault in mistake.faults), file=sys.stderr)
-            return 2
-        assert isinstance(error, WorkerFault)
+    except UserError as error:
+        return refuse(error)
+    except WorkerFault as error:
+        if isinstance(error.__cause__, UserError):
+            return refuse(error.__cause__)
         print(f"failed: {error.fault.kind}: {error}", file=sys.stderr)
         return 1
+
+
+def refuse(error: UserError) -> int:
+    """Print the faults of bad input, on rank 0 only; return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
+    return 2
 
 
 def resolve(config: TrialConfig) -> TrialConfig:

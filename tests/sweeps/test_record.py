@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from sweeps import mlflow_view as view
-from sweeps import record
+from sweeps.mlflow_store import make_client, prepare_sqlite
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import Frontier, frontier
@@ -33,8 +33,9 @@ from trainers.result import Evaluation, PhaseMemory, Save, TrialResult, Update
 
 SWEEP = "lora_small-20250101-1"
 T0 = 1_700_000_000.25
-SPEC = SweepSpec.model_validate({"space": "lora_small", "system": {"micro_batch_size": [1, 2, 4]},
-                                 "learning": {"learning_rate": [1e-4, 2e-4]}})
+SPEC = SweepSpec.model_validate(
+    {"space": "lora_small", "system": {"micro_batch_size": [1, 2, 4]}, "learning": {"learning_rate": [1e-4, 2e-4]}}
+)
 
 
 def measured(updates: int = 3) -> TrialResult:
@@ -42,21 +43,38 @@ def measured(updates: int = 3) -> TrialResult:
         stop_reason="budget",
         updates=tuple(Update(k, 100 * k, 100, 60, 120, 2.0 / k, 1.0, 1e-5, 0.5) for k in range(1, updates + 1)),
         evaluations=(Evaluation(0, 0, 3.0, 0.2), Evaluation(updates, 100 * updates, 1.23456789, 0.2)),
-        saves=(Save(100 * updates, 0.1, 2**20),), memory={"forward": PhaseMemory(2**30, 2**30, 0)},
-        host_peak_bytes=2**30, fingerprints=("a",) * updates, seconds={"model": 1.0}, num_workers=2,
-        effective_config={})
+        saves=(Save(100 * updates, 0.1, 2**20),),
+        memory={"forward": PhaseMemory(2**30, 2**30, 0)},
+        host_peak_bytes=2**30,
+        fingerprints=("a",) * updates,
+        seconds={"model": 1.0},
+        num_workers=2,
+        effective_config={},
+    )
 
 
-def outcome(n: int, *, memory: float = 1.0, cost: float | None = 0.5, speed: float = 1000.0,
-            **changes: Any) -> TrialOutcome:
-    metrics = {"peak_memory_gib": memory, "target_tokens_per_second": speed, "eval_loss": 1.23456789,
-               "consumed_tokens": 1_234_567.0}
+def outcome(
+    n: int, *, memory: float = 1.0, cost: float | None = 0.5, speed: float = 1000.0, **changes: Any
+) -> TrialOutcome:
+    metrics = {
+        "peak_memory_gib": memory,
+        "target_tokens_per_second": speed,
+        "eval_loss": 1.23456789,
+        "consumed_tokens": 1_234_567.0,
+    }
     fields: dict[str, Any] = {
-        "sweep_id": SWEEP, "trial_id": f"{n:03d}", "candidate_id": f"c{n}", "status": "COMPLETED", "num_workers": 2,
-        "started_at": T0 + 10 * n, "ended_at": T0 + 10 * n + 9,
+        "sweep_id": SWEEP,
+        "trial_id": f"{n:03d}",
+        "candidate_id": f"c{n}",
+        "status": "COMPLETED",
+        "num_workers": 2,
+        "started_at": T0 + 10 * n,
+        "ended_at": T0 + 10 * n + 9,
         "config": {"strategy": "ddp", "micro_batch_size": 4, "learning_rate": 1e-4, "lora_rank": None},
         "trial_config": {"model": "embedded", "learning": {"learning_rate": 1e-4}},
-        "metrics": metrics | ({} if cost is None else {"cost_per_quality_usd": cost}), "result": measured().to_json()}
+        "metrics": metrics | ({} if cost is None else {"cost_per_quality_usd": cost}),
+        "result": measured().to_json(),
+    }
     return TrialOutcome.model_validate(fields | changes)
 
 
@@ -89,7 +107,7 @@ class Store:
 
     @property
     def client(self) -> Any:
-        return record._client(tracking_uri())
+        return make_client(tracking_uri())
 
     def runs(self, role: str, spec: SweepSpec = SPEC) -> list[Any]:
         experiment = self.client.get_experiment_by_name(spec.space)
@@ -107,7 +125,7 @@ class Store:
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "mlflow.db"  # a schema takes seconds to make, and a moment to copy
-    record._prepare_sqlite(f"sqlite:///{path}")
+    prepare_sqlite(f"sqlite:///{path}")
     assert [p.name for p in path.parent.iterdir()] == ["mlflow.db"]
     return path
 
@@ -136,13 +154,26 @@ def test_a_trial_in_full(store: Store) -> None:
     assert (run.info.start_time, run.info.end_time) == (round((T0 + 70) * 1000), round((T0 + 79) * 1000))
     assert run.data.params == {"strategy": "ddp", "micro_batch_size": "4", "learning_rate": "0.0001"}
     expected = {
-        "mlflow.parentRunId": parent.info.run_id, "sweep.id": SWEEP, "sweep.role": "trial", "trial.id": "007",
-        "trial.attempt": "1", "trial.config_hash": "c7", "trial.kind": "quality", "trial.status": "COMPLETED",
-        "frontier": "false", "mlflow.runColor": "#b0b0b0"}
+        "mlflow.parentRunId": parent.info.run_id,
+        "sweep.id": SWEEP,
+        "sweep.role": "trial",
+        "trial.id": "007",
+        "trial.attempt": "1",
+        "trial.config_hash": "c7",
+        "trial.kind": "quality",
+        "trial.status": "COMPLETED",
+        "frontier": "false",
+        "mlflow.runColor": "#b0b0b0",
+    }
     assert expected.items() <= run.data.tags.items()
-    finals = {"memory/peak_memory_gib": 1.0, "throughput/target_tokens_per_second": 1000.0,
-              "quality/eval_loss": 1.23457, "cost/cost_per_quality_usd": 0.5, "quality/consumed_tokens": 1_234_567.0,
-              "cost/gpu_hours": 0.005}
+    finals = {
+        "memory/peak_memory_gib": 1.0,
+        "throughput/target_tokens_per_second": 1000.0,
+        "quality/eval_loss": 1.23457,
+        "cost/cost_per_quality_usd": 0.5,
+        "quality/consumed_tokens": 1_234_567.0,
+        "cost/gpu_hours": 0.005,
+    }
     assert finals.items() <= run.data.metrics.items()
     assert [h[:2] for h in store.history(run, "train/loss")] == [(100, 2.0), (200, 1.0), (300, 0.666667)]
     assert [h[:2] for h in store.history(run, "eval/loss")] == [(0, 3.0), (300, 1.23457)]
@@ -163,25 +194,42 @@ def test_the_sweep_in_full(store: Store) -> None:
     assert (parent.info.run_name, parent.info.status) == (SWEEP, "FINISHED")
     assert parent.data.params.items() >= {"space": "lora_small", "searcher": "grid", "seed": "0"}.items()
     assert parent.data.tags["sweep.space_hash"] == view.space_hash(SPEC.model_copy(update={"runs_dir": "elsewhere"}))
-    totals = {"sweep/frontier_size": 2.0, "sweep/trials_completed": 3.0, "sweep/trials_oom": 1.0,
-              "sweep/gpu_hours": 0.02}
+    totals = {
+        "sweep/frontier_size": 2.0,
+        "sweep/trials_completed": 3.0,
+        "sweep/trials_oom": 1.0,
+        "sweep/gpu_hours": 0.02,
+    }
     assert totals.items() <= parent.data.metrics.items()
     volumes = store.history(parent, "sweep/hypervolume")
     assert [step for step, _, _ in volumes] == [1, 2, 3, 4]
     assert [v for _, v, _ in volumes] == sorted(v for _, v, _ in volumes)
     final = front(trials).hypervolume
-    assert final is not None and volumes[-1][1] == pytest.approx(final, rel=1e-5)
-    ranks = {run.data.tags["trial.id"]: (run.data.tags["frontier"], run.data.metrics.get("frontier/rank"),
-                                         run.data.tags["mlflow.runColor"]) for run in store.runs("trial")}
-    assert ranks == {"003": ("true", 0.0, "#e7298a"), "000": ("true", 1.0, "#e7298a"),
-                     "001": ("false", None, "#b0b0b0"), "002": ("false", None, "#b0b0b0")}
+    assert final is not None
+    assert volumes[-1][1] == pytest.approx(final, rel=1e-5)
+    ranks = {
+        run.data.tags["trial.id"]: (
+            run.data.tags["frontier"],
+            run.data.metrics.get("frontier/rank"),
+            run.data.tags["mlflow.runColor"],
+        )
+        for run in store.runs("trial")
+    }
+    assert ranks == {
+        "003": ("true", 0.0, "#e7298a"),
+        "000": ("true", 1.0, "#e7298a"),
+        "001": ("false", None, "#b0b0b0"),
+        "002": ("false", None, "#b0b0b0"),
+    }
     note = parent.data.tags["mlflow.note.content"]
     assert note.startswith("2 configurations\n\n[Compare the trials](#/experiments/")
-    assert "[002](#/experiments/" in note and "mlflow ui" in note
+    assert "[002](#/experiments/" in note
+    assert "mlflow ui" in note
     assert store.artifact(parent, "frontier/trials.csv").startswith("trial,attempt,kind,status,frontier_rank,strategy")
     assert store.artifact(parent, "trials.jsonl").count("\n") == 4
     url = recorder.url()
-    assert url.startswith("http://127.0.0.1:5000/#/experiments/") and f"viewStateShareKey={SWEEP}" in url
+    assert url.startswith("http://127.0.0.1:5000/#/experiments/")
+    assert f"viewStateShareKey={SWEEP}" in url
     assert "workflowType=machine_learning" in url
     assert recorder.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{store.folder}/mlflow.db"
 
@@ -201,12 +249,19 @@ def test_a_trial_that_left_the_frontier_sorts_behind_it(store: Store) -> None:
     assert [run.data.tags["trial.id"] for run in order] == ["001", "000"]
 
 
-@pytest.mark.parametrize(("strategy", "workers", "micro", "name"), [
-    ("ddp", 2, 4, "047 ddp 2x4"), ("fsdp2", 8, 16, "047 fsdp2 8x16"), ("fsdp2", 128, 16, "047 fsdp2 128"),
-    ("an_unusually_long_one", 1, 1, "047 an_unusual")])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "micro", "name"),
+    [
+        ("ddp", 2, 4, "047 ddp 2x4"),
+        ("fsdp2", 8, 16, "047 fsdp2 8x16"),
+        ("fsdp2", 128, 16, "047 fsdp2 128"),
+        ("an_unusually_long_one", 1, 1, "047 an_unusual"),
+    ],
+)
 def test_names_fit_the_list_of_runs(strategy: str, workers: int, micro: int, name: str) -> None:
     trial = outcome(47, num_workers=workers, config={"strategy": strategy, "micro_batch_size": micro})
-    assert view.run_name(trial) == name and len(name) <= 14
+    assert view.run_name(trial) == name
+    assert len(name) <= 14
 
 
 def test_values_have_one_text() -> None:
@@ -240,9 +295,15 @@ def test_param_keys_are_reversible(store: Store) -> None:
 
 def test_no_nan_and_no_infinity(store: Store) -> None:
     """E04 and E05: a figure without a value is absent, so no filter or sort finds a stand-in."""
-    diverged = TrialResult(**{**measured().__dict__, "updates": (
-        Update(1, 100, 100, 60, 120, 2.5, 1.0, 1e-4, 0.5),
-        Update(2, 200, 100, 60, 120, math.nan, math.inf, 1e-4, 0.5))})
+    diverged = TrialResult(
+        **{
+            **measured().__dict__,
+            "updates": (
+                Update(1, 100, 100, 60, 120, 2.5, 1.0, 1e-4, 0.5),
+                Update(2, 200, 100, 60, 120, math.nan, math.inf, 1e-4, 0.5),
+            ),
+        }
+    )
     nan = outcome(0, cost=None, result=diverged.to_json(), status="STOPPED", reason_kind="nan", metrics={})
     recorder = store.recorder()
     recorder.record(nan)
@@ -264,13 +325,19 @@ def test_no_nan_and_no_infinity(store: Store) -> None:
 
 def test_statuses(store: Store) -> None:
     """E10, and a trial that did not run through has no objective."""
-    expected = {"COMPLETED": "FINISHED", "OOM": "FINISHED", "INFEASIBLE": "FINISHED", "STOPPED": "FINISHED",
-                "FAILED": "FAILED"}
+    expected = {
+        "COMPLETED": "FINISHED",
+        "OOM": "FINISHED",
+        "INFEASIBLE": "FINISHED",
+        "STOPPED": "FINISHED",
+        "FAILED": "FAILED",
+    }
     store.recorder().sync([failed(n, status) for n, status in enumerate(expected)])
     objectives = {view.metric_key(name) for name in OBJECTIVES}
     for run, (status, shown) in zip(store.runs("trial"), expected.items(), strict=True):
         assert (run.info.status, run.data.tags["trial.status"]) == (shown, status)
-        assert run.data.tags["trial.reason"] == "exit code 1" and run.info.end_time is not None
+        assert run.data.tags["trial.reason"] == "exit code 1"
+        assert run.info.end_time is not None
         assert bool(objectives & set(run.data.metrics)) == (status in ("COMPLETED", "STOPPED"))
 
 
@@ -287,14 +354,16 @@ def test_replay_changes_nothing(store: Store) -> None:
             recorder.record(trial)
         recorder.sync(trials)
         recorder.close(trials, front(trials), "FINISHED", "done", "headline")
-        assert recorder.notes == [] and recorder.pending == 0
+        assert recorder.notes == []
+        assert recorder.pending == 0
         (parent,), runs = store.runs("sweep"), store.runs("trial")
         ids = [run.info.run_id for run in (parent, *runs)]
         keys = ("sweep/hypervolume", "sweep/gpu_hours", "frontier/rank", "train/loss", "eval/loss", "quality/eval_loss")
         return ids, {(run.info.run_id, key): store.history(run, key) for run in (parent, *runs) for key in keys}
 
     first = once()
-    assert len(first[0]) == 5 and [len(h) for h in first[1].values()].count(3) == 3
+    assert len(first[0]) == 5
+    assert [len(h) for h in first[1].values()].count(3) == 3
     assert once() == first
     (store.folder / "runs" / SWEEP / "mlflow_id").unlink()  # what was remembered is lost; the journal is there
     assert once() == first
@@ -315,14 +384,16 @@ def test_a_half_sent_trial_is_completed(store: Store) -> None:
     """A process that dies between the first and the last call leaves a run that has not ended."""
     recorder = store.recorder()
     trial = outcome(0)
-    tags = view.tags(trial, SWEEP, recorder._parent.info.run_id, SPEC.objectives)
+    tags = view.tags(trial, SWEEP, recorder._run_id, SPEC.objectives)
     orphan = {**tags, "trial.id": "009"}
     for some in (tags, orphan):
-        store.client.create_run(recorder._experiment.experiment_id, tags=some)
+        store.client.create_run(recorder._store.experiment_id, tags=some)
     store.recorder().sync([trial])
     sent, ended = store.runs("trial")
-    assert sent.info.status == "FINISHED" and len(store.history(sent, "train/loss")) == 3
-    assert ended.info.status == "KILLED" and ended.data.tags["trial.reason"]
+    assert sent.info.status == "FINISHED"
+    assert len(store.history(sent, "train/loss")) == 3
+    assert ended.info.status == "KILLED"
+    assert ended.data.tags["trial.reason"]
 
 
 def test_drift_is_told_not_overwritten(store: Store) -> None:
@@ -333,9 +404,12 @@ def test_drift_is_told_not_overwritten(store: Store) -> None:
     other.open(None)
     other.record(outcome(0, candidate_id="another", config={"learning_rate": 3e-4}))
     (run,), (parent,) = store.runs("trial"), store.runs("sweep")
-    assert run.data.params["learning_rate"] == "0.0001" and parent.data.params["seed"] == "0"
+    assert run.data.params["learning_rate"] == "0.0001"
+    assert parent.data.params["seed"] == "0"
     assert parent.data.tags["sweep.drift"] == "seed: 0 → 7"
-    assert len(other.notes) == 2 and "another configuration" in other.notes[1] and other.pending == 0
+    assert len(other.notes) == 2
+    assert "another configuration" in other.notes[1]
+    assert other.pending == 0
 
 
 def test_one_refused_trial_does_not_hold_up_the_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +418,8 @@ def test_one_refused_trial_does_not_hold_up_the_others(store: Store, monkeypatch
         patch.setattr(view, "params", lambda _: {"bad[key]": "1"})
         recorder.record(outcome(0))
     recorder.sync([outcome(0), outcome(1)])
-    assert recorder.pending == 0 and "refused trial 000" in recorder.notes[0]
+    assert recorder.pending == 0
+    assert "refused trial 000" in recorder.notes[0]
     assert [run.info.status for run in store.runs("trial")] == ["KILLED", "FINISHED"]
     store.recorder().sync([outcome(0), outcome(1)])
     assert [run.info.status for run in store.runs("trial")] == ["FINISHED", "FINISHED"]
@@ -358,7 +433,8 @@ def test_two_sweeps_with_one_name(store: Store) -> None:
     second.record(outcome(0, memory=9.0))
     second.close([outcome(0, memory=9.0)], front([outcome(0)]), "FINISHED", "done", "1")
     parents, runs = store.runs("sweep"), store.runs("trial")
-    assert len({p.info.run_id for p in parents}) == 2 and {p.info.run_name for p in parents} == {"mine"}
+    assert len({p.info.run_id for p in parents}) == 2
+    assert {p.info.run_name for p in parents} == {"mine"}
     assert {r.data.metrics["memory/peak_memory_gib"] for r in runs} == {1.0, 9.0}
     assert {r.data.tags["mlflow.parentRunId"] for r in runs} == {p.info.run_id for p in parents}
     assert first.url() != second.url()
@@ -369,18 +445,26 @@ def test_runs_of_a_dead_process_are_ended(store: Store) -> None:
     recorder = store.recorder()
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
-    experiment, host = recorder._experiment.experiment_id, socket.gethostname()
+    experiment, host = recorder._store.experiment_id, socket.gethostname()
     sweeps = {"dead": (host, gone.pid), "alive": (host, os.getppid()), "elsewhere": ("another-host", gone.pid)}
     for name, (where, pid) in sweeps.items():
         tags = {"sweep.id": name, "sweep.role": "sweep", "sweep.host": where, "sweep.pid": str(pid)}
         parent = store.client.create_run(experiment, tags=tags)
-        store.client.create_run(experiment, tags={"mlflow.parentRunId": parent.info.run_id, "sweep.role": "trial",
-                                                  "trial.id": name})
+        store.client.create_run(
+            experiment, tags={"mlflow.parentRunId": parent.info.run_id, "sweep.role": "trial", "trial.id": name}
+        )
     store.recorder()
     assert {run.data.tags["sweep.id"]: run.info.status for run in store.runs("sweep")} == {
-        SWEEP: "RUNNING", "dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING"}
+        SWEEP: "RUNNING",
+        "dead": "KILLED",
+        "alive": "RUNNING",
+        "elsewhere": "RUNNING",
+    }
     assert {run.data.tags["trial.id"]: run.info.status for run in store.runs("trial")} == {
-        "dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING"}
+        "dead": "KILLED",
+        "alive": "RUNNING",
+        "elsewhere": "RUNNING",
+    }
     dead = next(run for run in store.runs("sweep") if run.data.tags["sweep.id"] == "dead")
     assert dead.data.tags["sweep.reason"] == "the sweep's process is gone; resume it with resume=dead"
 
@@ -402,13 +486,19 @@ def test_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlruns" / "0" / "meta.yaml").write_text("experiment_id: '0'\n")  # MLflow's own default would fail
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
-    for given, meant in {"sqlite:///sub/x.db": f"sqlite:///{tmp_path}/sub/x.db", "http://host:5000": "http://host:5000",
-                         "postgresql+psycopg2://u:p@h/d": "postgresql+psycopg2://u:p@h/d",
-                         "": f"sqlite:///{tmp_path}/mlflow.db"}.items():
+    for given, meant in {
+        "sqlite:///sub/x.db": f"sqlite:///{tmp_path}/sub/x.db",
+        "http://host:5000": "http://host:5000",
+        "postgresql+psycopg2://u:p@h/d": "postgresql+psycopg2://u:p@h/d",
+        "": f"sqlite:///{tmp_path}/mlflow.db",
+    }.items():
         monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
         assert tracking_uri() == meant
-    for given, said in {"localhost:5000": "did you mean http://localhost:5000", "sqlite://": "in memory",
-                        "ftp://host": "no store ftp"}.items():
+    for given, said in {
+        "localhost:5000": "did you mean http://localhost:5000",
+        "sqlite://": "in memory",
+        "ftp://host": "no store ftp",
+    }.items():
         monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
         with pytest.raises(UserError, match=said):
             tracking_uri()
@@ -416,10 +506,10 @@ def test_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ui_command_and_url_of_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     for uri, command, base in [
-            ("http://me:secret@host:5000/", None, "http://host:5000"),
-            ("sqlite:////a b/x.db", "mlflow ui --backend-store-uri 'sqlite:////a b/x.db'", "http://127.0.0.1:5000"),
-            ("postgresql://u:secret@h/d", 'mlflow ui --backend-store-uri "$MLFLOW_TRACKING_URI"',
-             "http://127.0.0.1:5000")]:
+        ("http://me:secret@host:5000/", None, "http://host:5000"),
+        ("sqlite:////a b/x.db", "mlflow ui --backend-store-uri 'sqlite:////a b/x.db'", "http://127.0.0.1:5000"),
+        ("postgresql://u:secret@h/d", 'mlflow ui --backend-store-uri "$MLFLOW_TRACKING_URI"', "http://127.0.0.1:5000"),
+    ]:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         recorder = Recorder(SPEC, SWEEP, Path("runs"))
         assert (recorder.ui_command(), recorder.url()) == (command, base)
@@ -432,10 +522,12 @@ def test_check_says_what_is_wrong(store: Store, monkeypatch: pytest.MonkeyPatch)
     (store.folder / "file").touch()
     (store.folder / "text.db").write_text("not a database" * 100)
     started = time.monotonic()
-    for uri, said in {f"http://127.0.0.1:{port}": r"does not answer \(Connection refused\): start the server",
-                      f"sqlite:///{store.folder}/file/x.db": "cannot open .*a folder that you can write to",
-                      "sqlite:////proc/x.db": "cannot open .*a folder that you can write to",
-                      f"sqlite:///{store.folder}/text.db": "cannot open .*not a database"}.items():
+    for uri, said in {
+        f"http://127.0.0.1:{port}": r"does not answer \(Connection refused\): start the server",
+        f"sqlite:///{store.folder}/file/x.db": "cannot open .*a folder that you can write to",
+        "sqlite:////proc/x.db": "cannot open .*a folder that you can write to",
+        f"sqlite:///{store.folder}/text.db": "cannot open .*not a database",
+    }.items():
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         with pytest.raises(UserError, match=said):
             Recorder(SPEC, SWEEP, store.folder).check()
@@ -468,7 +560,7 @@ def test_unknown_host_names_the_option(forbidding: str, monkeypatch: pytest.Monk
 
 def test_a_deleted_experiment_is_named(store: Store) -> None:
     recorder = store.recorder()
-    store.client.delete_experiment(recorder._experiment.experiment_id)
+    store.client.delete_experiment(recorder._store.experiment_id)
     with pytest.raises(UserError, match="'lora_small' is deleted: restore it"):
         Recorder(SPEC, SWEEP, store.folder).check()
 
@@ -482,8 +574,10 @@ def test_an_outage_costs_no_trial(store: Store, monkeypatch: pytest.MonkeyPatch)
     trials = [outcome(n) for n in range(3)]
     with monkeypatch.context() as outage:
         for name in ("create_run", "search_runs", "log_batch", "update_run", "get_run"):
+
             def away(*_: Any, **__: Any) -> None:
                 raise MlflowException("API request failed: Connection refused")
+
             outage.setattr(MlflowClient, name, away)
         for trial in trials[1:]:
             recorder.record(trial)
@@ -492,12 +586,14 @@ def test_an_outage_costs_no_trial(store: Store, monkeypatch: pytest.MonkeyPatch)
         assert "MLflow does not answer" in recorder.notes[0]
         assert "2 trials wait in trials.jsonl and are sent when it is back" in recorder.notes[0]
         recorder.close(trials, front(trials), "FINISHED", "done", "headline")
-        assert recorder.pending == 2 and recorder.url()
+        assert recorder.pending == 2
+        assert recorder.url()
     recorder.sync(trials)
     assert (recorder.pending, recorder.notes) == (0, [])
     assert [run.data.tags["trial.id"] for run in store.runs("trial")] == ["000", "001", "002"]
     (parent,) = store.runs("sweep")
-    assert parent.info.status == "FINISHED" and parent.data.metrics["sweep/trials_completed"] == 3
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["sweep/trials_completed"] == 3
 
 
 def test_an_answer_that_was_lost_doubles_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,14 +603,18 @@ def test_an_answer_that_was_lost_doubles_nothing(store: Store, monkeypatch: pyte
     recorder = store.recorder()
     create = MlflowClient.create_run
     with monkeypatch.context() as outage:
+
         def unanswered(*args: Any, **kwargs: Any) -> None:
             create(*args, **kwargs)
             raise MlflowException("timed out")
+
         outage.setattr(MlflowClient, "create_run", unanswered)
         recorder.record(outcome(0))
     recorder.record(outcome(1))
     assert [(run.data.tags["trial.id"], run.info.status) for run in store.runs("trial")] == [
-        ("000", "FINISHED"), ("001", "FINISHED")]
+        ("000", "FINISHED"),
+        ("001", "FINISHED"),
+    ]
 
 
 def test_artifacts_that_cannot_be_uploaded(store: Store) -> None:
@@ -526,8 +626,10 @@ def test_artifacts_that_cannot_be_uploaded(store: Store) -> None:
     recorder.record(outcome(0))
     recorder.close([outcome(0)], front([outcome(0)]), "FINISHED", "done", "1")
     (run,), (parent,) = store.runs("trial"), store.runs("sweep")
-    assert run.info.status == parent.info.status == "FINISHED" and run.data.metrics["quality/eval_loss"] == 1.23457
-    assert len(recorder.notes) == 1 and str(store.folder / "runs" / SWEEP) in recorder.notes[0]
+    assert run.info.status == parent.info.status == "FINISHED"
+    assert run.data.metrics["quality/eval_loss"] == 1.23457
+    assert len(recorder.notes) == 1
+    assert str(store.folder / "runs" / SWEEP) in recorder.notes[0]
     assert (store.folder / "runs" / SWEEP / "frontier" / "trials.csv").is_file()
 
 
@@ -540,7 +642,8 @@ def test_the_saved_view_opens_the_comparison(store: Store) -> None:
     recorder.close([outcome(0)], front([outcome(0)]), "FINISHED", "done", "1")
     experiment = store.client.get_experiment_by_name("lora_small")
     saved = json.loads(experiment.tags[f"mlflow.sharedViewState.{SWEEP}"])
-    assert set(saved) == {"name", "createdAt", "state"} and saved["state"].startswith("deflate;")
+    assert set(saved) == {"name", "createdAt", "state"}
+    assert saved["state"].startswith("deflate;")
     state = json.loads(zlib.decompress(base64.b64decode(saved["state"].removeprefix("deflate;"))))
     assert state["searchFilter"] == f"tags.sweep.role = 'trial' and tags.sweep.id = '{SWEEP}'"
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`frontier/rank`", True)
@@ -558,9 +661,16 @@ def test_the_saved_view_opens_the_comparison(store: Store) -> None:
 
 
 def test_the_note_fits_with_500_trials() -> None:
-    trials = [outcome(n, memory=1 + n, speed=1000.0 + n, config={"strategy": "s" * 40, "learning_rate": 1e-4})
-              if n % 2 else failed(n) for n in range(500)]
+    trials = [
+        outcome(n, memory=1 + n, speed=1000.0 + n, config={"strategy": "s" * 40, "learning_rate": 1e-4})
+        if n % 2
+        else failed(n)
+        for n in range(500)
+    ]
     links = {o.trial_id: f"#/experiments/1/runs/{'0' * 32}" for o in trials}
     note = view.note(SPEC, trials, front(trials), links, headline="h" * 900, view="#/view", commands=["mlflow ui"])
-    assert len(note) <= 8000 and note.count("| [") == 15 and "… and 235 more: frontier.json" in note
-    assert "250 of 500 trials did not complete" in note and note.endswith("```\nmlflow ui\n```")
+    assert len(note) <= 8000
+    assert note.count("| [") == 15
+    assert "… and 235 more: frontier.json" in note
+    assert "250 of 500 trials did not complete" in note
+    assert note.endswith("```\nmlflow ui\n```")

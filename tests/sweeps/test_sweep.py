@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from sweeps import space
+from sweeps.desk import derived_target, drift, repeats_itself
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.spec import SweepSpec
-from sweeps.sweep import Report, derived_target, drift, repeats_itself, run_sweep, warnings
+from sweeps.sweep import Report, run_sweep, warnings
 from tests.sweeps.silent import SilentScreen
 from trainers.errors import UserError
 from trainers.result import Evaluation, TrialResult
@@ -171,7 +172,8 @@ def test_derived_target_by_hand() -> None:
 def outcome(trial_id: str, **changes: Any) -> TrialOutcome:
     known: dict[str, Any] = {
         "sweep_id": "s", "trial_id": trial_id, "candidate_id": trial_id, "status": "FAILED", "started_at": 0.0,
-        "ended_at": 1.0, "num_workers": 1, "config": {}, "reason_kind": "crash", "reason": "no such layer", "phase": "load",
+        "ended_at": 1.0, "num_workers": 1, "config": {}, "reason_kind": "crash", "reason": "no such layer",
+        "phase": "load",
     }  # fmt: skip
     return TrialOutcome(**{**known, **changes})
 
@@ -208,7 +210,7 @@ def test_trials_that_should_differ_and_do_not_are_pointed_out() -> None:
 
 def test_the_store_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="127.0.0.1:9"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
         run_sweep(spec_for(tmp_path), SilentScreen())
     assert not (tmp_path / "runs").exists()
 
@@ -218,4 +220,3 @@ def test_a_folder_that_cannot_be_written(store: str, tmp_path: Path) -> None:
     spec = spec_for(tmp_path).model_copy(update={"runs_dir": str(tmp_path / "file" / "runs")})
     with pytest.raises(UserError, match="cannot write to"):
         run_sweep(spec, SilentScreen())
-

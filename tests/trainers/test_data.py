@@ -280,8 +280,10 @@ def test_f10_rows_that_truncation_leaves_without_target_are_refused_or_dropped()
     with pytest.raises(UserError) as caught:
         tokenize(rows, byte_tokenizer(), seq_len=512)
     assert caught.value.faults == (
-        "data.jsonl: 1 row of 3 without a target (line 1): the prompt alone fills learning.seq_len=512; "
-        "learning.seq_len=601 keeps every row, or data_on_error=drop leaves them out",
+        (
+            "data.jsonl: 1 row of 3 without a target (line 1): the prompt alone fills learning.seq_len=512; "
+            "learning.seq_len=601 keeps every row, or data_on_error=drop leaves them out"
+        ),
     )
     kept, report = tokenize(rows, byte_tokenizer(), seq_len=512, on_error="drop")
     assert kept.lines.tolist() == [2, 3]
@@ -312,8 +314,10 @@ def test_the_preflight_table() -> None:
         "  length p50 / p99 / max  3 / 22 / 22 (row at 4)",
         "  targets                 70.0% of the tokens",
         "  duplicate rows          1",
-        "data.jsonl: 1 row of 4 without a target (line 4): the prompt alone fills learning.seq_len=4; dropped; "
-        "learning.seq_len=21 keeps every row",
+        (
+            "data.jsonl: 1 row of 4 without a target (line 4): the prompt alone fills learning.seq_len=4; dropped; "
+            "learning.seq_len=21 keeps every row"
+        ),
     ]
 
 

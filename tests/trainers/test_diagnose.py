@@ -47,13 +47,15 @@ def test_kinds(error: BaseException, kind: str) -> None:
 
 
 def test_a_wrapped_error_keeps_its_kind() -> None:
-    try:
+    def fail() -> None:
         try:
             raise torch.OutOfMemoryError(CUDA)
         except RuntimeError as inner:
             raise RuntimeError("the backward hook failed") from inner
-    except RuntimeError as outer:
-        assert classify(outer) == "device_oom"
+
+    with pytest.raises(RuntimeError, match="hook") as caught:
+        fail()
+    assert classify(caught.value) == "device_oom"
 
 
 def test_a_real_host_allocation_failure() -> None:

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from tests.rank_pool import RankPool
+from tests.trainers.tiny import OneWeight, build, no_target, targets
 from trainers import batch
 from trainers.adapter import apply_adapter
 from trainers.batch import Window
-from trainers.config import LearningConfig, SystemConfig
+from trainers.config import LearningConfig
 from trainers.data import TokenizedDataset
 from trainers.engine import Batch, Engine, Step, schedule
 from trainers.loop import Feed
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
-from trainers.ranks import World, current
-from trainers.strategies import STRATEGIES
+from trainers.ranks import current
 
 Ranks = Callable[[int], RankPool]
 
@@ -154,12 +154,6 @@ class MeanOfMeans(Engine):
         return super()._loss_sum(batch) / max(int((batch["labels"][:, 1:] != -100).sum()), 1)
 
 
-def build(kind: type[Engine], trained_model: nn.Module, learning: LearningConfig, world: World, updates: int) -> Engine:
-    strategy = STRATEGIES["ddp"]
-    plan = strategy.plan(SystemConfig(num_workers=world.size))
-    return kind(trained_model, strategy, plan, world, learning, updates, torch.float32)
-
-
 def run_engine(kind: type[Engine], learning: LearningConfig) -> Course:
     """Train through the engine on this process's world: 4 micro steps a full window at world 1, 2 at world 2."""
     world = current("cpu")
@@ -245,30 +239,7 @@ def test_mean_of_means_would_be_noticed(world: int, case: tuple[LearningConfig, 
         assert min(found[name] for name in ("loss", "grad_norm", "gradients", "weights")) > WRONG, found
 
 
-# Worked values: a model of one weight whose loss on token i is exactly weight · LOSSES[i], so the gradient is the loss.
-
-LOSSES = [0.0, 0.2, 1.0, 4.0]
-
-
-class OneWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        loss = self.weight * torch.tensor(LOSSES, dtype=torch.float64)[input_ids]
-        log_p = torch.stack([-loss, torch.log1p(-torch.exp(-loss.clamp(min=1e-9)))], dim=-1)
-        return type("Output", (), {"logits": log_p})
-
-
-def targets(*losses: float) -> Batch:
-    """A row whose targets have these losses: position t predicts label t + 1."""
-    ids = [LOSSES.index(loss) for loss in losses]
-    return {"input_ids": torch.tensor([[*ids, 0]]), "labels": torch.tensor([[-100, *[0] * len(ids)]])}
-
-
-def no_target() -> Batch:
-    return {"input_ids": torch.tensor([[1, 2, 0]]), "labels": torch.full((1, 3), -100)}
+# Worked values
 
 
 def losses_and_norms(kind: type[Engine], shares: list[list[list[Batch]]]) -> list[tuple[float, float]]:

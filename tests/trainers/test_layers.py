@@ -36,7 +36,8 @@ def test_trainers_start_where_only_torch_transformers_and_peft_are_installed() -
 
 
 @pytest.mark.parametrize(
-    "names", ["trainers.strategies", "trainers.shape", "trainers.plan, trainers.batch", "trainers.config, trainers.rows"]
+    "names",
+    ["trainers.strategies", "trainers.shape", "trainers.plan, trainers.batch", "trainers.config, trainers.rows"],
 )
 def test_legality_needs_no_heavy_library(names: str) -> None:
     loaded = run(

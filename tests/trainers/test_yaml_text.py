@@ -76,8 +76,8 @@ def test_a_repeated_object_is_written_twice_and_not_as_an_alias() -> None:
 
 
 def test_files_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read .*missing.yaml"):
+    with pytest.raises(UserError, match=r"cannot read .*missing\.yaml"):
         yaml_text.read(tmp_path / "missing.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff\n")
-    with pytest.raises(UserError, match="cannot read .*latin.yaml"):
+    with pytest.raises(UserError, match=r"cannot read .*latin\.yaml"):
         yaml_text.read(tmp_path / "latin.yaml")

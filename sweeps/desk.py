@@ -1,0 +1,265 @@
+"""The desk of a sweep: it hands out trials within the budget and takes their endings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from sweeps import cost
+from sweeps.candidates import Candidate, Cluster, trial_tree
+from sweeps.journal import Journal
+from sweeps.outcome import TrialOutcome
+from sweeps.record import Recorder
+from sweeps.search import Ask, Searcher
+from sweeps.spec import SweepSpec
+from sweeps.trial import Ending, Job
+from trainers.config import TrialConfig, from_tree, to_tree
+from trainers.result import TrialResult
+from trainers.timing import peak_phase, summarize
+
+SAME_FAILURES = 3  # identical failures in a row, with nothing completed, that end a sweep
+REFERENCE_SHARE = 0.5  # a derived target is what the first trial reaches with this share of its tokens
+REFERENCE_TRIES = 3  # candidates that may serve as the reference before the sweep goes on without a target
+
+
+class Screen(Protocol):
+    """What a person sees while a sweep runs."""
+
+    def note(self, text: str) -> None: ...
+
+    def planned(self, candidates: Sequence[Candidate], to_run: int) -> None: ...
+
+    def started(self, job: Job, candidate: Candidate) -> None: ...
+
+    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None: ...
+
+    def ended(self, outcome: TrialOutcome) -> None: ...
+
+
+class SweepDesk:
+    """Hands out trials within the budget, takes their endings, and keeps journal, searcher and MLflow in step."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        searcher: Searcher,
+        journal: Journal,
+        recorder: Recorder,
+        screen: Screen,
+        cluster: Cluster,
+        prices: cost.Prices,
+    ) -> None:
+        self.spec, self.searcher, self.journal, self.recorder = spec, searcher, journal, recorder
+        self.screen, self.cluster, self.prices = screen, cluster, prices
+        self.started = time.time()
+        self.target = spec.target_eval_loss
+        self.why = ""
+        self._running: dict[str, Candidate] = {}
+        self._waiting: Candidate | None = None  # asked for, but its workers did not fit yet
+        self._reference: str | None = None  # the trial that the target is derived from, while it runs
+        self._references_tried = 0
+        for outcome in journal.outcomes:
+            self._derive_target(outcome)
+
+    # -- the launcher's side ------------------------------------------------------------------------------------
+
+    def next(self, free_workers: int | None) -> Job | Ask:
+        if self._reference is not None:
+            return Ask.WAIT  # every later trial needs the target that this one sets
+        if self._spent():
+            return Ask.FINISHED if not self._running else Ask.WAIT
+        answer: Candidate | Ask = self._waiting or self.searcher.ask()
+        self._waiting = None
+        if isinstance(answer, Ask):
+            if answer is Ask.FINISHED and not self._running:
+                self.why = self.why or "every legal candidate was tried"
+            return answer if not self._running else Ask.WAIT
+        if free_workers is not None and answer.num_workers > free_workers:
+            self._waiting = answer  # keeps its place: smaller trials do not overtake it
+            return Ask.WAIT
+        return self._start(answer)
+
+    def finish(self, job: Job, ending: Ending) -> None:
+        candidate = self._running.pop(job.trial_id)
+        self._reference = None
+        measured = TrialResult.from_json(ending.result) if ending.result is not None else None
+        outcome = self._outcome(job, candidate, ending, measured)
+        self._derive_target(outcome)
+        if self.target is not None and measured is not None and "cost_per_quality_usd" not in outcome.metrics:
+            outcome = self._outcome(job, candidate, ending, measured)  # now with the target that it set
+        self.journal.append(outcome)
+        self.searcher.tell(outcome)
+        self.recorder.record(outcome)
+        self.screen.ended(outcome)
+
+    def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
+        self.screen.progress(trial_id, facts)
+
+    def should_stop(self) -> bool:
+        minutes = self.spec.budget.minutes
+        return minutes is not None and time.time() - self.started > minutes * 60
+
+    # -- the budget ---------------------------------------------------------------------------------------------
+
+    def trials_left(self) -> int:
+        """Return how many trials may still start."""
+        left = len(self.searcher.untried)
+        limit = self.spec.budget.trials
+        return left if limit is None else max(0, min(left, limit - len(self.journal.outcomes)))
+
+    def _spent(self) -> bool:
+        budget, outcomes = self.spec.budget, self.journal.outcomes
+        hours = sum(o.gpu_hours for o in outcomes)
+        failure = outcomes[-1].reason if outcomes else ""
+        reasons = {
+            f"budget.trials={budget.trials} is spent": budget.trials is not None
+            and len(outcomes) + len(self._running) >= budget.trials,
+            f"budget.minutes={budget.minutes} is spent": self.should_stop(),
+            f"budget.gpu_hours={budget.gpu_hours} is spent": budget.gpu_hours is not None and hours >= budget.gpu_hours,
+            f"the last {SAME_FAILURES} trials all failed alike: {failure}": repeats_itself(outcomes),
+        }
+        spent = [text for text, is_spent in reasons.items() if is_spent]
+        if spent and self.searcher.untried:
+            self.why = spent[0]
+        return bool(spent)
+
+    # -- one trial ----------------------------------------------------------------------------------------------
+
+    def _start(self, candidate: Candidate) -> Job:
+        number = len({o.trial_id for o in self.journal.outcomes} | set(self._running))
+        job = Job(
+            f"{number:03d}",
+            1,
+            candidate.id,
+            candidate.num_workers,
+            int(candidate.learning["seq_len"]),
+            trial_tree(self.spec, candidate, self.cluster.device, self.target),
+            time.time(),
+        )
+        self._running[job.trial_id] = candidate
+        if self.target is None and self._references_tried < REFERENCE_TRIES:
+            self._reference = job.trial_id
+        self.screen.started(job, candidate)
+        return job
+
+    def _outcome(self, job: Job, candidate: Candidate, ending: Ending, measured: TrialResult | None) -> TrialOutcome:
+        known: dict[str, Any] = {
+            "sweep_id": self.journal.sweep_id,
+            "trial_id": job.trial_id,
+            "candidate_id": candidate.id,
+            "attempt": job.attempt,
+            "started_at": job.started_at,
+            "ended_at": time.time(),
+            "num_workers": candidate.num_workers,
+            "trial_config": dict(job.config),
+            "config": {**candidate.flat, "gradient_accumulation_steps": candidate.gradient_accumulation_steps},
+        }
+        if measured is None:
+            fault = ending.fault
+            assert fault is not None, "an ending has a result or a fault"
+            return TrialOutcome(
+                **known,
+                status=fault.status,
+                reason_kind=fault.kind,
+                reason=fault.message,
+                phase=fault.phase,
+                rank=fault.rank,
+                traceback=fault.traceback,
+            )
+        if different := drift(job.config, measured.effective_config):
+            return TrialOutcome(
+                **known,
+                status="FAILED",
+                reason_kind="crash",
+                reason=f"the worker ran another configuration than it was given: {different}",
+            )
+        figures = summarize(measured) | cost.quality_figures(measured, self.target, self.prices)
+        figures |= self._start_up(job, known["ended_at"], measured)
+        peak = peak_phase(measured)
+        status, kind, reason = verdict(measured, self.target, bool(self._reference))
+        return TrialOutcome(
+            **known,
+            status=status,
+            reason_kind=kind,
+            reason=reason,
+            metrics=figures,
+            phase=peak[0] if peak else None,
+            rank=peak[1] if peak else None,
+            result=dict(ending.result or {}),
+        )
+
+    def _start_up(self, job: Job, ended_at: float, measured: TrialResult) -> dict[str, float]:
+        """Return the seconds that a trial spent outside training, evaluating and saving, and their price."""
+        busy = sum(u.step_time_s for u in measured.updates) + sum(e.seconds for e in measured.evaluations)
+        busy += sum(s.seconds for s in measured.saves)
+        seconds = max(0.0, ended_at - job.started_at - busy)
+        return {
+            "startup_time_s": seconds,
+            "startup_cost_usd": self.prices.gpu_hour * job.num_workers * seconds / 3600,
+            "wall_time_s": ended_at - job.started_at,
+        }
+
+    # -- the target ---------------------------------------------------------------------------------------------
+
+    def _derive_target(self, outcome: TrialOutcome) -> None:
+        """Without a target in the spec, the first trial that learns sets it for all."""
+        if self.target is not None or self._references_tried >= REFERENCE_TRIES:
+            return
+        self._references_tried += 1
+        measured = outcome.measured
+        self.target = derived_target(measured) if measured is not None and outcome.status == "COMPLETED" else None
+        if self.target is not None:
+            self.screen.note(
+                f"target_eval_loss={self.target:.4f}, derived from trial {outcome.trial_id}: what it reached "
+                f"with {REFERENCE_SHARE:.0%} of its tokens"
+            )
+        elif self._references_tried == REFERENCE_TRIES:
+            self.screen.note(
+                f"no target could be derived: the first {REFERENCE_TRIES} trials did not learn; trials have "
+                "no cost per quality. Give target_eval_loss=…"
+            )
+
+
+def verdict(measured: TrialResult, target: float | None, is_reference: bool) -> tuple[Any, Any, str]:
+    """Return status, kind and reason of a job that came to an end."""
+    last = measured.evaluations[-1].loss if measured.evaluations else math.nan
+    tokens = measured.updates[-1].consumed_tokens if measured.updates else 0
+    match measured.stop_reason:
+        case "nan":
+            return "STOPPED", "nan", f"loss or gradient is not finite after {tokens:,} tokens"
+        case "diverged":
+            return "STOPPED", "diverged", f"eval loss rose from {measured.evaluations[0].loss:.3f} to {last:.3f}"
+        case "requested":
+            return "STOPPED", "budget", f"the sweep's time was over after {tokens:,} tokens"
+    if target is not None and cost.tokens_to_target(measured.evaluations, target) is None:
+        return "COMPLETED", "budget", f"eval loss {last:.4f} after {tokens:,} tokens, target {target:.4f} not reached"
+    return "COMPLETED", None, ""
+
+
+def derived_target(measured: TrialResult) -> float | None:
+    """Return the eval loss, interpolated, after REFERENCE_SHARE of the run's tokens; None if nothing was learned."""
+    evaluations = measured.evaluations
+    at = REFERENCE_SHARE * evaluations[-1].consumed_tokens
+    for before, after in itertools.pairwise(evaluations):
+        if after.consumed_tokens >= at:
+            share = (at - before.consumed_tokens) / max(after.consumed_tokens - before.consumed_tokens, 1)
+            loss = before.loss + share * (after.loss - before.loss)
+            return loss if math.isfinite(loss) and loss < evaluations[0].loss else None
+    return None
+
+
+def drift(given: Mapping[str, Any], ran: Mapping[str, Any]) -> str:
+    """Return how the configuration that a worker ran differs from the one it was given; empty if it does not."""
+    wanted = to_tree(from_tree(TrialConfig, given))
+    return ", ".join(f"{key}: {wanted[key]} → {ran.get(key)}" for key in wanted if wanted[key] != ran.get(key))
+
+
+def repeats_itself(outcomes: Sequence[TrialOutcome]) -> bool:
+    """Tell whether nothing has completed and the last trials failed for one and the same reason."""
+    last = outcomes[-SAME_FAILURES:]
+    if len(last) < SAME_FAILURES or any(o.status == "COMPLETED" for o in outcomes):
+        return False
+    return last[0].status == "FAILED" and len({(o.status, o.reason_kind, o.phase, o.reason) for o in last}) == 1

@@ -1,0 +1,210 @@
+"""Whole jobs in this process and on two ranks: equal learning, evaluation, rehearsal, and why a job stops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rank_pool import RankPool
+from tests.trainers.tiny import changed, config, data, train_here
+from trainers import batch, model
+from trainers.adapter import apply_adapter
+from trainers.config import TrialConfig
+from trainers.embedded import model as embedded
+from trainers.engine import Engine
+from trainers.loop import Feed, Hooks, Run, evaluation_due, rehearse, verdict
+from trainers.memory import MemoryMeter
+from trainers.prepare import TrialData
+from trainers.ranks import current
+from trainers.result import Evaluation, TrialResult, Update
+from trainers.strategies import STRATEGIES
+
+Ranks = Callable[[int], RankPool]
+
+ROUNDING = 1e-5  # relative, float32
+
+
+@pytest.fixture(scope="module")
+def tokens() -> TrialData:
+    return data(12, 5)
+
+
+@pytest.fixture(scope="module")
+def plain(tokens: TrialData) -> TrialResult:
+    """3 updates of 4 samples in one process, a micro batch of 2."""
+    return train_here(config(), tokens)
+
+
+def losses(result: TrialResult) -> list[float]:
+    return [value for u in result.updates for value in (u.loss, u.grad_norm)] + [e.loss for e in result.evaluations]
+
+
+def test_the_record_of_a_job_against_its_data(plain: TrialResult, tokens: TrialData) -> None:
+    samples = tokens.train.samples()
+    windows = batch.plan_updates(samples, 4, seed=0, max_tokens=None, epochs=1)
+    assert plain.stop_reason == "budget"
+    assert [u.tokens for u in plain.updates] == [sum(samples.lengths[i] for i in w.sample_ids) for w in windows]
+    assert [u.targets for u in plain.updates] == [sum(samples.targets[i] for i in w.sample_ids) for w in windows]
+    assert plain.updates[-1].consumed_tokens == sum(samples.lengths)
+    assert [u.learning_rate for u in plain.updates] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+    assert [(e.update, e.consumed_tokens) for e in plain.evaluations] == [(0, 0), (3, sum(samples.lengths))]
+    assert set(plain.memory) == {"forward", "backward", "optimizer", "eval", "save"}
+    assert plain.evaluations[-1].loss < plain.evaluations[0].loss
+    assert TrialResult.from_json(plain.to_json()) == plain
+
+
+@pytest.mark.parametrize(("num_workers", "micro_batch_size"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_the_system_configuration_changes_nothing_of_what_is_learned(
+    num_workers: int, micro_batch_size: int, plain: TrialResult, tokens: TrialData, ranks: Ranks
+) -> None:
+    job = config(num_workers, micro_batch_size)
+    results = [train_here(job, tokens)] if num_workers == 1 else ranks(num_workers).run(train_here, job, tokens)
+    for result in results:
+        assert losses(result) == pytest.approx(losses(plain), rel=ROUNDING)
+        assert result.fingerprints == plain.fingerprints
+        assert [(u.tokens, u.targets) for u in result.updates] == [(u.tokens, u.targets) for u in plain.updates]
+    assert len({(tuple(losses(r)), tuple(r.updates), tuple(r.memory.items())) for r in results}) == 1
+
+
+def test_the_evaluation_loss_is_the_mean_over_target_tokens(plain: TrialResult, tokens: TrialData) -> None:
+    """Row by row, no padding. A LoRA adapter starts as nothing, so the first evaluation is the base model's."""
+    base = embedded.load(torch.float32, "sdpa").eval()
+    total = count = 0.0
+    for i in range(len(tokens.eval)):
+        ids, targets = (torch.from_numpy(array) for array in tokens.eval.sample(i))
+        with torch.no_grad():
+            log_p = torch.log_softmax(base(input_ids=ids[None].long()).logits[0], dim=-1)
+        for t in range(1, len(ids)):
+            if targets[t]:
+                total -= float(log_p[t - 1, ids[t]])
+                count += 1
+    assert plain.evaluations[0].loss == pytest.approx(total / count, rel=ROUNDING)
+
+
+def job_up_to_the_rehearsal(job: TrialConfig, tokens: TrialData) -> tuple[Engine, Feed, list[batch.Window]]:
+    world = current("cpu")
+    torch.manual_seed(0)
+    adapted = apply_adapter(model.load("embedded", None, job.learning, "sdpa", world.device), job.learning)
+    strategy = STRATEGIES["ddp"]
+    plan = strategy.plan(job.system)
+    engine = Engine(adapted, strategy, plan, world, job.learning, 3, torch.float32)
+    updates = batch.plan_updates(tokens.train.samples(), 4, 0, max_tokens=None, epochs=1)
+    return engine, Feed(tokens, plan.dp, plan.dp_rank(world.rank), 2, world.device), updates
+
+
+def rehearsed(job: TrialConfig, tokens: TrialData) -> dict[str, bool]:
+    """Return what the rehearsal left as it was, to the bit."""
+    world = current("cpu")
+    engine, feed, updates = job_up_to_the_rehearsal(job, tokens)
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    optimizer, schedule = repr(engine.optimizer.state_dict()), repr(engine.scheduler.state_dict())
+    states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    meter = MemoryMeter(world.device)
+    rehearse(engine, feed, updates, meter, world)
+    found = {
+        "weights": all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters()),
+        "gradients": all(p.grad is None for p in engine.module.parameters()),
+        "optimizer": repr(engine.optimizer.state_dict()) == optimizer and not engine.optimizer.state,
+        "schedule": repr(engine.scheduler.state_dict()) == schedule,
+        "torch": torch.equal(torch.get_rng_state(), states[0]),
+        "python": random.getstate() == states[1],
+        "numpy": repr(np.random.get_state()) == states[2],
+        "measured": set(meter.peaks(world)) == {"forward", "backward", "optimizer", "eval"},
+    }
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_rehearsal_changes_nothing(world: int, tokens: TrialData, ranks: Ranks) -> None:
+    job = config(world, lora_dropout=0.1)
+    for found in [rehearsed(job, tokens)] if world == 1 else ranks(world).run(rehearsed, job, tokens):
+        assert all(found.values()), found
+
+
+def test_the_rehearsal_takes_the_largest_batch_of_the_run(tokens: TrialData) -> None:
+    _, feed, updates = job_up_to_the_rehearsal(config(), tokens)
+    worst, targets = feed.worst(updates)
+    slots = [b["input_ids"].numel() for w in updates for b in feed.window(w)[0]]
+    assert worst["input_ids"].numel() == max(slots)
+    assert targets == int((worst["labels"] != -100).sum())
+
+
+# Why a job stops
+
+
+def test_it_stops_at_the_target(plain: TrialResult, tokens: TrialData) -> None:
+    start, end = (e.loss for e in plain.evaluations)
+    run = {"eval_every_tokens": 1, "target_eval_loss": (start + end) / 2}
+    result = train_here(config(run=run), tokens)
+    assert result.stop_reason == "target"
+    found = [e.loss for e in result.evaluations]
+    assert found[-1] <= run["target_eval_loss"] < min(found[:-1])
+    assert len(result.updates) == len(found) - 1 < 4
+
+
+def test_a_target_that_the_base_meets_costs_no_update(tokens: TrialData) -> None:
+    result = train_here(config(run={"target_eval_loss": 100.0}), tokens)
+    assert (result.stop_reason, result.updates, len(result.evaluations)) == ("target", (), 1)
+
+
+def test_it_stops_at_nan_without_a_save(tokens: TrialData) -> None:
+    result = train_here(config(learning_rate=1e30, max_grad_norm=0), tokens)
+    assert (result.stop_reason, result.saves) == ("nan", ())
+    assert len(result.updates) < 3
+
+
+def after(losses: list[float], tokens: list[int]) -> Run:
+    """Return a run with these evaluations and updates."""
+    consumed = list(accumulate(tokens))
+    updates = [Update(k, c, n, 1, n, 1.0, 1.0, 1.0, 1.0) for k, (c, n) in enumerate(zip(consumed, tokens, strict=True))]
+    return Run(sum(tokens), updates, [Evaluation(k, k, loss, 0.0) for k, loss in enumerate(losses)])
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ([2.0, 1.6], None),
+        ([2.0, 1.5], "target"),
+        ([1.0], "target"),
+        ([2.0, 3.0], None),  # the limit is 1.5 times the first evaluation
+        ([2.0, 3.01], "diverged"),
+        ([2.0, 5.0, 2.9], None),
+        ([2.0, float("nan")], "nan"),
+        ([2.0, float("inf")], "nan"),
+    ],
+)
+def test_verdicts_on_the_last_evaluation(losses: list[float], reason: str | None) -> None:
+    assert verdict(after(losses, []), config(run={"target_eval_loss": 1.5})) == reason
+    if reason == "target":
+        assert verdict(after(losses, []), config()) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "due"),
+    [([99], False), ([100], True), ([60, 30], False), ([60, 40], True), ([60, 250], True), ([150, 40], False)],
+)
+def test_an_evaluation_is_due_when_an_update_reaches_a_multiple(tokens: list[int], due: bool) -> None:
+    assert evaluation_due(after([], tokens), config(run={"eval_every_tokens": 100})) is due
+    assert evaluation_due(after([], tokens), config()) is False
+
+
+def stopped_from_outside(job: TrialConfig, tokens: TrialData) -> tuple[TrialResult, list[Any]]:
+    told: list[Any] = []
+    hooks = Hooks(told.append, lambda: True) if current("cpu").rank == 0 else None
+    return train_here(job, tokens, hooks), told
+
+
+def test_rank_0_hears_progress_and_can_stop_all(tokens: TrialData, ranks: Ranks) -> None:
+    job = changed(config(2), eval_every_tokens=1)
+    (first, told), (second, silent) = ranks(2).run(stopped_from_outside, job, tokens)
+    assert first.stop_reason == second.stop_reason == "requested"
+    assert len(first.updates) == 1
+    assert [facts["phase"] for facts in told] == ["evaluate", "train"]
+    assert silent == []
