@@ -298,7 +298,7 @@ def test_half_precision_logits_give_a_float32_loss() -> None:
     engine = build(Engine, Half(), FULL, current("cpu"), 1)
     loss = engine._loss_sum(targets(*[1.0] * 300))
     assert loss.dtype == torch.float32
-    assert float(loss) == pytest.approx(300, rel=1e-2)  # summed in bfloat16 it would stop at 256
+    assert loss.item() == pytest.approx(300, rel=1e-2)  # summed in bfloat16 it would stop at 256
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.rank_pool import RankPool
 from tests.trainers.tiny import changed, config, data, train_here
 from trainers import batch, model
 from trainers.adapter import apply_adapter
 from trainers.config import TrialConfig
+from trainers.data import TokenizedDataset
 from trainers.embedded import model as embedded
 from trainers.engine import Engine
 from trainers.loop import Feed, Hooks, Run, evaluation_due, rehearse, verdict
@@ -72,19 +74,28 @@ def test_the_system_configuration_changes_nothing_of_what_is_learned(
     assert len({(tuple(losses(r)), tuple(r.updates), tuple(r.memory.items())) for r in results}) == 1
 
 
-def test_the_evaluation_loss_is_the_mean_over_target_tokens(plain: TrialResult, tokens: TrialData) -> None:
-    """Row by row, no padding. A LoRA adapter starts as nothing, so the first evaluation is the base model's."""
-    base = embedded.load(torch.float32, "sdpa").eval()
-    total = count = 0.0
-    for i in range(len(tokens.eval)):
-        ids, targets = (torch.from_numpy(array) for array in tokens.eval.sample(i))
-        with torch.no_grad():
-            log_p = torch.log_softmax(base(input_ids=ids[None].long()).logits[0], dim=-1)
-        for t in range(1, len(ids)):
-            if targets[t]:
-                total -= float(log_p[t - 1, ids[t]])
-                count += 1
-    assert plain.evaluations[0].loss == pytest.approx(total / count, rel=ROUNDING)
+def mean_loss(base: nn.Module, dataset: TokenizedDataset, ids: Iterable[int]) -> torch.Tensor:
+    """Return the mean loss over the target tokens of these samples, row by row, without padding."""
+    losses = []
+    for i in ids:
+        row, targets = (torch.from_numpy(array) for array in dataset.sample(i))
+        log_p = torch.log_softmax(base(input_ids=row[None].long()).logits[0], dim=-1)
+        losses += [-log_p[t - 1, row[t]] for t in range(1, len(row)) if targets[t]]
+    return torch.stack(losses).mean()
+
+
+def test_losses_and_the_gradient_against_a_direct_computation(plain: TrialResult, tokens: TrialData) -> None:
+    """The first evaluation and the first update; a LoRA adapter starts as nothing, so that is the base model's loss."""
+    base = embedded.load(torch.float32, "sdpa")
+    with torch.no_grad():
+        right = mean_loss(base, tokens.eval, range(len(tokens.eval))).item()
+    assert plain.evaluations[0].loss == pytest.approx(right, rel=ROUNDING)
+    adapted = apply_adapter(base, config().learning)
+    loss = mean_loss(adapted, tokens.train, batch.sample_order(12, seed=0, epoch=0)[:4])
+    loss.backward()
+    norm = sum(p.grad.pow(2).sum().item() for p in adapted.parameters() if p.requires_grad) ** 0.5
+    assert plain.updates[0].loss == pytest.approx(loss.item(), rel=ROUNDING)
+    assert plain.updates[0].grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 def job_up_to_the_rehearsal(job: TrialConfig, tokens: TrialData) -> tuple[Engine, Feed, list[batch.Window]]:
