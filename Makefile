@@ -1,5 +1,5 @@
 # make sweep   set up .venv from the lock, then run the embedded sweep
-# make test    the same .venv with the test tools, then pytest
+# make test    the same .venv with the test tools, then pytest; make test-slow: the few tests of many processes
 # make check   linter, layer bans, types
 # make install the .venv alone
 PYTHON ?= python3
@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 # -c: every version comes from the lock, whatever pyproject.toml would allow.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock
 
-.PHONY: sweep test check install install-test schema clean
+.PHONY: sweep test test-slow check install install-test schema clean
 
 sweep: install
 	$(BIN)/python sweeps/run.py space=lora_small
 
 test: install-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+
+test-slow: install-test
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: install-test
 	$(BIN)/ruff check .

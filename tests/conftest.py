@@ -22,9 +22,19 @@ import pytest
 from tests.rank_pool import RankPool, warm_up
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, where tests run in several processes, what shares the pool of ranks, and what shares the cluster."""
+    for item in items:
+        folder = item.path.parent.name
+        shared = "cluster" if item.path.stem in ("test_launch", "test_run", "test_sweep") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ranks" if folder == "trainers" or "rank" in shared else shared))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the imports of the ranks go on beside the first tests."""
-    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+    if "PYTEST_XDIST_WORKER" not in os.environ and any(
+        "ranks" in getattr(item, "fixturenames", ()) for item in session.items
+    ):
         warm_up()
 
 

@@ -106,7 +106,7 @@ def test_cluster_preset_has_every_key_with_its_type(path: Path) -> None:
 @each_cluster
 def test_cluster_header_names_use_and_command(path: Path) -> None:
     assert "# For: " in header(path)
-    assert f"cluster={path.stem} plan=true" in header(path)
+    assert f"cluster={path.stem}" in header(path)
 
 
 @each_cluster

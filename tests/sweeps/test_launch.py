@@ -33,6 +33,7 @@ def spec_for(folder: Path, **overrides: object) -> SweepSpec:
     return space.load("lora_small", given)
 
 
+@pytest.mark.slow
 def test_mixed_worlds_side_by_side_on_two_nodes(cluster: str, store: str, tmp_path: Path) -> None:
     """Worlds of 1, 2 and 4 share 4 slots on two nodes: all finish, and learn from the same samples."""
     spec = spec_for(

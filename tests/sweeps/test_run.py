@@ -16,7 +16,7 @@ from sweeps.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "space=lora_small", "launcher=inline", "system.num_workers=1", "system.micro_batch_size=8", "target_eval_loss=6.0",
+    "space=lora_small", "launcher=inline", "system.num_workers=1", "system.micro_batch_size=4", "target_eval_loss=6.0",
     "budget.tokens_per_trial=1500", "eval_fraction=0.02",
 ]  # fmt: skip
 
@@ -99,34 +99,33 @@ def test_run_then_resume(
     assert run.main(["resume=latest", "space=full"]) == 2
 
 
-def test_ctrl_c_stops_clean_and_says_how_to_go_on(cluster: str, store: str, tmp_path: Path) -> None:
-    """From another directory, on a cluster: interrupt during the second trial, then go on."""
-    command = [
-        sys.executable, str(ROOT / "sweeps" / "run.py"), "space=lora_small", "system.num_workers=1",
-        "system.micro_batch_size=2", "target_eval_loss=6.0", "budget.tokens_per_trial=1500", "eval_fraction=0.02",
-    ]  # fmt: skip
+def interrupt_after_first_trial(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a sweep in `folder`, interrupt it once a trial is in the journal; return exit status and output."""
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
     deadline = time.time() + 200
     while time.time() < deadline and process.poll() is None:
-        found = list(tmp_path.glob("runs/*/trials.jsonl"))
+        found = list(folder.glob("runs/*/trials.jsonl"))
         if found and found[0].read_text().count("\n") == 1:
             break
-        time.sleep(0.2)
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 130, err
+    return process.returncode, out, err
+
+
+def check_interrupted(command: list[str], folder: Path, store: str) -> None:
+    """Interrupt in the second trial, then go on: the first is not run again, and MLflow has each once and ended."""
+    status, out, err = interrupt_after_first_trial(command, folder)
+    assert status == 130, err
     assert "interrupted" in out
     assert "resume=lora_small-" in out
     assert "Traceback" not in out + err
-    journal = Journal.find("latest", tmp_path / "runs")
+    journal = Journal.find("latest", folder / "runs")
     assert len(journal.outcomes) == 1
-    resumed = subprocess.run(
-        [*command[:2], "resume=latest"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ), timeout=250
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    outcomes = Journal.find("latest", tmp_path / "runs").outcomes
+    assert run.main(["resume=latest"]) == 0
+    outcomes = Journal.find("latest", folder / "runs").outcomes
     assert [o.status for o in outcomes] == ["COMPLETED", "COMPLETED"]
     assert outcomes[0] == journal.outcomes[0]
     import mlflow
@@ -134,6 +133,25 @@ def test_ctrl_c_stops_clean_and_says_how_to_go_on(cluster: str, store: str, tmp_
     client = mlflow.MlflowClient(store)
     experiment = client.get_experiment_by_name("lora_small")
     runs = client.search_runs([experiment.experiment_id], f"tags.sweep.id = '{journal.sweep_id}'")
-    assert len(runs) >= 3
+    assert sorted(r.data.tags["sweep.role"] for r in runs) == ["sweep", "trial", "trial"]
     assert {r.info.status for r in runs} == {"FINISHED"}
-    assert sorted(r.data.tags["sweep.role"] for r in runs)[:2] == ["sweep", "trial"]
+
+
+def command_of(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "sweeps" / "run.py"), *overrides]
+
+
+def test_ctrl_c_in_this_process_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another directory, with a store of its own."""
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.chdir(tmp_path)
+    check_interrupted(command_of(*SMALL), tmp_path, store)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_cluster_then_resume(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.chdir(tmp_path)
+    check_interrupted(command_of(*(a for a in SMALL if not a.startswith("launcher"))), tmp_path, store)

@@ -80,20 +80,6 @@ def test_both_trials_consumed_the_same_samples(swept: tuple[Report, SilentScreen
     assert first.fingerprints[:shared] == second.fingerprints[:shared]
 
 
-def test_a_resumed_sweep_runs_only_what_is_left(store: str, tmp_path: Path) -> None:
-    spec = spec_for(tmp_path, budget__trials="1", target_eval_loss="6.0", budget__tokens_per_trial="1500")
-    first = run_sweep(spec, SilentScreen())
-    assert (first.ended, first.untried, len(first.outcomes)) == ("budget", 1, 1)
-    journal = Journal.find("latest", tmp_path / "runs")
-    more = spec.model_copy(update={"budget": spec.budget.model_copy(update={"trials": None})})
-    second = run_sweep(more, SilentScreen(), journal)
-    assert second.sweep_id == first.sweep_id
-    assert (second.ended, second.untried) == ("complete", 0)
-    assert second.outcomes[0] == first.outcomes[0]
-    assert second.outcomes[1].trial_id == "001"
-    assert len({o.candidate_id for o in second.outcomes}) == 2
-
-
 def test_a_sweep_in_which_all_fail_alike_stops_and_says_why(store: str, tmp_path: Path) -> None:
     """A model folder whose weights are cut off passes every check before the launch, and fails in each trial."""
     from trainers.embedded import model as embedded

@@ -185,6 +185,7 @@ def restored_torch_settings() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored_torch_settings")
+@pytest.mark.slow
 def test_pretraining_gives_the_same_bytes_again(tmp_path: Path) -> None:
     from trainers.embedded import pretrain
 

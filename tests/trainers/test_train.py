@@ -56,6 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result(folder)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_where_another_stopped(
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
