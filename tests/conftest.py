@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool, warm_up
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, where tests run in several processes, what shares the pool of ranks, and what shares the cluster."""
+    """Where tests run in several processes, keep together what shares the pool of ranks, and what the cluster."""
     for item in items:
         folder = item.path.parent.name
         shared = "cluster" if item.path.stem in ("test_launch", "test_run", "test_sweep") else item.path.stem
@@ -32,9 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the imports of the ranks go on beside the first tests."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and any(
-        "ranks" in getattr(item, "fixturenames", ()) for item in session.items
-    ):
+    needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and "PYTEST_XDIST_WORKER" not in os.environ:
         warm_up()
 
 
