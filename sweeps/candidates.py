@@ -14,7 +14,7 @@ from typing import Any
 from sweeps.spec import Axis, SweepSpec, axes
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
 from trainers.plan import Plan
-from trainers.shape import ModelShape
+from trainers.shape import LINEAR_LAYERS, ModelShape
 from trainers.strategies import STRATEGIES
 
 
@@ -158,5 +158,9 @@ def _general_rules(learning: Mapping[str, Any], system: SystemConfig, context: C
             yield f"attn_implementation=flash_attention_2 needs CUDA; this sweep runs on {device}: use sdpa or eager"
         elif importlib.util.find_spec("flash_attn") is None:
             yield "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: use sdpa"
+    targets = str(learning.get("lora_targets", "all-linear"))
+    unknown = [t for t in targets.split(",") if t.strip() not in LINEAR_LAYERS] if targets != "all-linear" else []
+    if shape is not None and unknown:
+        yield f"lora_targets={targets}: {unknown[0]!r} is no layer of this model; it has {', '.join(LINEAR_LAYERS)}"
     if shape is not None and learning["seq_len"] > shape.max_position_embeddings:
         yield f"seq_len={learning['seq_len']} is longer than the model's {shape.max_position_embeddings} positions"

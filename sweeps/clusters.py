@@ -65,7 +65,10 @@ def price_per_gpu_hour(spec: SweepSpec, note: Callable[[str], None]) -> float:
     if spec.price_per_gpu_hour is not None:
         return spec.price_per_gpu_hour
     if cluster is not None:
-        note(f"price_per_gpu_hour={cluster.price_per_gpu_hour}: the example price of cluster={cluster.name}")
+        note(
+            f"price_per_gpu_hour={cluster.price_per_gpu_hour}: the example price of cluster={cluster.name}; trials run "
+            "and are measured on the devices that are here"
+        )
         return cluster.price_per_gpu_hour
     note("price_per_gpu_hour is not set: costs are counted at 1 USD per GPU-hour")
     return 1.0

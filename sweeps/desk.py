@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from sweeps import cost
+from sweeps import cost, signals
 from sweeps.candidates import Candidate, Cluster, trial_tree
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
@@ -67,6 +67,7 @@ class SweepDesk:
     # -- the launcher's side ------------------------------------------------------------------------------------
 
     def next(self, free_workers: int | None) -> Job | Ask:
+        signals.check()
         if self._reference is not None:
             return Ask.WAIT  # every later trial needs the target that this one sets
         if self._spent():
@@ -119,6 +120,9 @@ class SweepDesk:
             and len(outcomes) + len(self._running) >= budget.trials,
             f"budget.minutes={budget.minutes} is spent": self.should_stop(),
             f"budget.gpu_hours={budget.gpu_hours} is spent": budget.gpu_hours is not None and hours >= budget.gpu_hours,
+            "the base model already meets target_eval_loss; give a lower one": any(
+                (m := o.measured) is not None and m.stop_reason == "target" and not m.updates for o in outcomes[-1:]
+            ),
             f"the last {SAME_FAILURES} trials all failed alike: {failure}": repeats_itself(outcomes),
         }
         spent = [text for text, is_spent in reasons.items() if is_spent]
@@ -234,6 +238,12 @@ def verdict(measured: TrialResult, target: float | None, is_reference: bool) -> 
             return "STOPPED", "diverged", f"eval loss rose from {measured.evaluations[0].loss:.3f} to {last:.3f}"
         case "requested":
             return "STOPPED", "budget", f"the sweep's time was over after {tokens:,} tokens"
+    if measured.stop_reason == "target" and not measured.updates:
+        return (
+            "COMPLETED",
+            None,
+            f"the base model's eval loss {last:.4f} meets the target {target}: nothing was trained",
+        )
     if target is not None and cost.tokens_to_target(measured.evaluations, target) is None:
         return "COMPLETED", "budget", f"eval loss {last:.4f} after {tokens:,} tokens, target {target:.4f} not reached"
     return "COMPLETED", None, ""

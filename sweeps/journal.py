@@ -6,6 +6,7 @@ import datetime
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -134,8 +135,11 @@ class Journal:
 def check_writable(runs: Path) -> None:
     """Raise UserError when the sweep's folder could not be made; leaves nothing behind."""
     nearest = next(p for p in (runs, *runs.parents) if os.path.exists(p))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryDirectory(dir=nearest):  # asking is not enough: root is allowed what a mount refuses
+            return
+    except OSError:
         raise UserError(
             f"cannot write to {nearest}: the sweep's results go to {runs}; run in another directory, or "
             "give runs_dir=<a folder you can write to>"
-        )
+        ) from None

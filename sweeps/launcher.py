@@ -14,6 +14,7 @@ from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
 from trainers import config as configs
 from trainers.diagnose import WorkerFault
+from trainers.errors import UserError
 from trainers.prepare import TrialData
 
 
@@ -52,6 +53,8 @@ class InlineLauncher(Launcher):
         from trainers.ranks import resolve_device
 
         device = resolve_device(self._spec.device)
+        if device == "cuda" and resolve_device("auto") != "cuda":
+            raise UserError("device=cuda: this process sees no CUDA device; use device=cpu")
         return Cluster(device, 1, f"this process, {device}")
 
     def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:

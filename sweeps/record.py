@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from sweeps import mlflow_view as view
 from sweeps.mlflow_store import Artifacts, Store, brief, is_refusal, outages
@@ -336,7 +337,7 @@ class Recorder:
 
     def _page(self) -> str:
         key = view.param_key(self._id)
-        query = f"workflowType=machine_learning&viewStateShareKey={key}&compareRunsMode=CHART"
+        query = f"workflowType=machine_learning&viewStateShareKey={quote(key)}&compareRunsMode=CHART"
         return f"{self._store.runs_page}?{query}"
 
     def _note(self, end: _Ending) -> str:

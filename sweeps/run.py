@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 # As a script this file's folder is first on the path, where its neighbours' names could hide other packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from sweeps import space  # noqa: E402
+from sweeps import signals, space  # noqa: E402
 from sweeps.journal import Journal  # noqa: E402
 from sweeps.spec import SweepSpec, keys  # noqa: E402
 from trainers.errors import UserError  # noqa: E402
@@ -36,18 +35,18 @@ def main(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else EXIT_BAD_INPUT
     warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries to their authors
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        spec, journal = read_command(arguments)
-        return run(spec, journal)
+        with signals.handled():
+            spec, journal = read_command(arguments)
+            return run(spec, journal)
     except UserError as error:
         print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
         return EXIT_BAD_INPUT
     except OSError as error:
-        print(f"error: {error}; what was measured is in the journal, and resume=latest goes on", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted before the first trial", file=sys.stderr)
+        print("interrupted; if a sweep had begun, resume=latest goes on with it", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

@@ -50,7 +50,7 @@ class TerminalScreen:
         self._live: Live | None = None
 
     def note(self, text: str) -> None:
-        self._console.print(Text(f"  {text}", style="dim"))
+        self._console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
 
     def planned(self, candidates: Sequence[Candidate], to_run: int) -> None:
         legal = [c for c in candidates if c.legal]
@@ -69,7 +69,7 @@ class TerminalScreen:
         self._rows[job.trial_id] = {"candidate": candidate.flat, "state": "starting", "since": time.time()}
         if self._live is None:
             values = " ".join(f"{SHORT.get(a, a)}={candidate.flat[a]}" for a in self._axes if a in candidate.flat)
-            self._console.print(f"trial {job.trial_id} start  {values}")
+            self._console.print(f"trial {job.trial_id} start  {values}", soft_wrap=True)
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         row = self._rows.get(trial_id)
@@ -89,7 +89,11 @@ class TerminalScreen:
                 f"{label} {figure(outcome.metrics[name])}" for name, label in FIGURES if name in outcome.metrics
             )
             why = f"  ({outcome.reason_kind}: {outcome.reason})" if outcome.reason else ""
-            self._console.print(f"trial {outcome.trial_id} {outcome.status}  {figures}{why}  {outcome.wall_s:.0f}s")
+            self._console.print(
+                f"trial {outcome.trial_id} {outcome.status}  {figures}{why}  {outcome.wall_s:.0f}s",
+                soft_wrap=True,
+                markup=False,
+            )
 
     def close(self) -> None:
         """Leave the live table; further prints are plain."""
@@ -107,7 +111,7 @@ class TerminalScreen:
             *(label for _, label in FIGURES),
         ):
             table.add_column(head, no_wrap=True)
-        for trial_id, row in sorted(self._rows.items())[-30:]:
+        for trial_id, row in sorted(self._rows.copy().items())[-30:]:  # a copy: trials start while this is drawn
             metrics = row.get("metrics", {})
             table.add_row(
                 trial_id,
@@ -145,7 +149,7 @@ def print_report(report: Report, command: str) -> None:
     console.print(f"{len(report.outcomes)} trials: {report.why}{untried}")
     if report.ended in ("interrupted", "budget", "failing"):
         more = "" if report.ended == "interrupted" else " budget.trials=…" if "budget.trials" in report.why else ""
-        console.print(f"go on:    {command} resume={report.sweep_id}{more}", soft_wrap=True)
+        console.print(f"go on:    {command} {shlex.quote(f'resume={report.sweep_id}')}{more}", soft_wrap=True)
     console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
     if report.ui_command:
         console.print(f"compare:  {report.ui_command}", soft_wrap=True)
@@ -182,7 +186,7 @@ def _print_frontier(console: Console, report: Report) -> None:
 def _print_others(console: Console, report: Report) -> None:
     ranks = report.frontier.ranks()
     dominated = [o for o in report.outcomes if o.trial_id not in ranks and o.status == "COMPLETED" and not o.reason]
-    if dominated:
+    if dominated and ranks:
         console.print(f"dominated: {', '.join(o.trial_id for o in dominated)}")
     for outcome in report.outcomes:
         if outcome.reason:

@@ -84,10 +84,19 @@ def load(space: str, overrides: Mapping[str, Any]) -> SweepSpec:
         raise UserError(f"{path} is not a space: expected keys and values")
     if tree.get("space") is None:
         tree["space"] = path.stem
+    empty = [key for key in ("model", "data") if key in overrides and overrides[key] is None]
+    if empty:
+        raise UserError([f"{key}= has no value; give one, or leave it out for the space's own" for key in empty])
     # The target belongs to the space's own model and data; another pair derives its own.
     if {"model", "data"} & set(overrides) and "target_eval_loss" not in overrides:
         tree.pop("target_eval_loss", None)
-    return validate(apply(tree, overrides), base=path.parent if path.parent != SPACES else Path.cwd(), given=overrides)
+    base = path.parent if path.parent != SPACES else Path.cwd()
+    try:
+        merged = apply(tree, overrides)
+    except UserError:
+        validate(tree, base, given={})  # a faulty file says better what is wrong than the merge with it
+        raise
+    return validate(merged, base, given=overrides)
 
 
 def apply(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

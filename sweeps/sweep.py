@@ -83,8 +83,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
     candidates = faults.of(lambda: legal_candidates(spec, cluster)) or []
     legal = [c for c in candidates if c.legal]
     faults.of(lambda: check_writable(Path(spec.runs_dir)))
-    data = faults.of(lambda: tokenise(spec, legal, cluster.device, screen)) or {}
     price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
+    data = faults.of(lambda: tokenise(spec, legal, cluster.device, screen)) or {}
     faults.raise_any()
     Recorder(spec, "", Path(spec.runs_dir)).check()
 
@@ -105,6 +105,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
     try:
         if desk.trials_left():
             launcher.run(desk, data, journal.folder / "ray.log")
+        else:
+            desk.next(0)  # nothing may start: says why
     except KeyboardInterrupt:
         interrupted = True
 

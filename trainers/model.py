@@ -10,7 +10,7 @@ from trainers.config import LearningConfig
 from trainers.embedded import model as embedded
 from trainers.embedded.model import EMBEDDED
 from trainers.errors import UserError, did_you_mean
-from trainers.shape import ModelShape
+from trainers.shape import FAMILIES, ModelShape
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,14 @@ def hf_config(name: str, revision: str | None) -> Any:
     return _reached(name, lambda: AutoConfig.from_pretrained(name, revision=revision))
 
 
-def shape(name: str, revision: str | None = None) -> ModelShape:
-    """Return the model's shape, from its config alone."""
-    return ModelShape.from_hf_config({"name": name, **hf_config(name, revision).to_dict()})
+def shape(name: str, revision: str | None = None) -> ModelShape | None:
+    """Return the model's shape, from its config alone; None for a kind of model whose shape is not known.
+
+    Such a model can be trained all the same; what follows from its shape cannot be said in advance.
+    """
+    config = hf_config(name, revision).to_dict()
+    known = config.get("model_type") in FAMILIES and not config.get("mlp_bias")
+    return ModelShape.from_hf_config(config, name) if known else None
 
 
 def tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

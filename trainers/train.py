@@ -92,6 +92,8 @@ def run(config: TrialConfig, world: World) -> None:
     for name, value in figures.items():
         print(f"{name:32} {value:.6g}")
     print(f"stopped: {result.stop_reason}")
+    if not config.run.output_dir:
+        print("nothing was kept: give run.output_dir to keep saves and result.json")
     if config.run.output_dir:
         out = Path(config.run.output_dir)
         out.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,9 @@ SMALL = [
         (["space=lora_small", "data=nothing.jsonl"], ["data not found: nothing.jsonl"]),
         (["space=lora_small", "model=./nothing"], ["model=./nothing: no such folder"]),
         (["space=lora_small", "cluster=h100x9"], ["cluster=h100x9: unknown (did you mean h100x8?)"]),
+        (["space=lora_small", "model="], ["model= has no value"]),
+        (["space=lora_small", "device=cuda", "launcher=inline"], ["device=cuda: this process sees no CUDA device"]),
+        ([*SMALL, "learning.lora_targets=q_prj"], ["'q_prj' is no layer of this model; it has q_proj, k_proj"]),
         (["space=lora_small", "resume=latest"], ["resume=latest: there are no sweeps in"]),
         (["space=lora_small", "system.num_workers=999"], ["needs 999 CPUs", "system.num_workers="]),
         (["space=lora_small", "device=cuda", "system.num_workers=1"], ["needs 1 GPUs", "device=cpu"]),
@@ -72,6 +75,18 @@ def test_bad_data(
     assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]
 
 
+def test_every_fault_of_a_space_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sections that are no sections, with right overrides beside them: the file is at fault."""
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("learning: 3\nsystem: [1]\nbudget: foo\n")
+    assert run.main(["space=bad.yaml", "system.num_workers=1", "budget.trials=1"]) == 2
+    shown = capsys.readouterr().err
+    for key in ("learning", "system", "budget"):
+        assert f"error: {key}" in shown
+
+
 def test_help_lists_spaces_keys_types_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -94,6 +109,8 @@ def test_run_then_resume(
     assert run.main(["resume=latest", "budget.trials=2"]) == 0
     assert len(Journal.find("latest", tmp_path / "runs").outcomes) == 2
     capsys.readouterr()
+    assert run.main(["resume=latest"]) == 0  # nothing is left: it says so, and keeps what there is
+    assert "every legal candidate was tried" in capsys.readouterr().out
     assert run.main(["resume=latest", "learning.learning_rate=0.5"]) == 2
     assert "learning.learning_rate" in capsys.readouterr().err
     assert run.main(["resume=latest", "space=full"]) == 2
@@ -146,7 +163,10 @@ def test_ctrl_c_in_this_process_then_resume(tmp_path: Path, monkeypatch: pytest.
     store = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.chdir(tmp_path)
-    check_interrupted(command_of(*SMALL), tmp_path, store)
+    longer = [a for a in SMALL if not a.startswith(("target", "budget"))]
+    check_interrupted(
+        command_of(*longer, "budget.trials=2", "budget.tokens_per_trial=6000", "target_eval_loss=0.5"), tmp_path, store
+    )
 
 
 @pytest.mark.slow

@@ -100,6 +100,23 @@ def test_a_sweep_in_which_all_fail_alike_stops_and_says_why(store: str, tmp_path
     assert report.frontier.points == ()
 
 
+def test_a_target_that_the_base_meets_ends_the_sweep(store: str, tmp_path: Path) -> None:
+    report = run_sweep(spec_for(tmp_path, target_eval_loss="9.0"), SilentScreen())
+    (outcome,) = report.outcomes
+    assert outcome.status == "COMPLETED"
+    assert "meets the target 9.0: nothing was trained" in outcome.reason
+    assert "already meets target_eval_loss" in report.why
+    assert report.untried == 1
+
+
+def test_a_budget_that_is_spent_is_the_reason_again_when_resumed(store: str, tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, budget__trials="1", target_eval_loss="6.0", budget__tokens_per_trial="1500")
+    first = run_sweep(spec, SilentScreen())
+    again = run_sweep(spec, SilentScreen(), Journal.find(first.sweep_id, tmp_path / "runs"))
+    assert again.why == first.why == "budget.trials=1 is spent"
+    assert len(again.outcomes) == 1
+
+
 def test_real_model_folder(store: str, tmp_path: Path) -> None:
     """A Hugging Face folder, full fine-tuning and plain prompt/completion data of one's own."""
     import torch
