@@ -70,6 +70,8 @@ def run(spec: SweepSpec, journal: Journal | None) -> int:
 def read_command(arguments: Sequence[str]) -> tuple[SweepSpec, Journal | None]:
     """Return the spec of a command, and the journal of the sweep that it resumes."""
     overrides = space.parse_overrides(arguments)
+    if "resume" in overrides and overrides["resume"] is None:
+        raise UserError("resume= has no value; give latest or a sweep's id")
     resume = overrides.pop("resume", None)
     name = overrides.pop("space", None)
     if resume is not None:

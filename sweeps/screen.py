@@ -146,7 +146,8 @@ def print_report(report: Report, command: str) -> None:
     for text in report.warnings:
         console.print(Text(f"! {text}", style="yellow"))
     untried = f"; {report.untried} legal candidate(s) untried" if report.untried else ""
-    console.print(f"{len(report.outcomes)} trials: {report.why}{untried}")
+    plural = "" if len(report.outcomes) == 1 else "s"
+    console.print(f"{len(report.outcomes)} trial{plural}: {report.why}{untried}")
     if report.ended in ("interrupted", "budget", "failing"):
         more = "" if report.ended == "interrupted" else " budget.trials=…" if "budget.trials" in report.why else ""
         console.print(f"go on:    {command} {shlex.quote(f'resume={report.sweep_id}')}{more}", soft_wrap=True)

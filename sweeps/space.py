@@ -37,6 +37,8 @@ def find(name: str) -> Path:
         if not path.is_file():
             raise UserError(f"space={name}: no such file; the spaces that ship: {', '.join(shipped())}")
         return path.resolve()
+    if path.is_file():
+        raise UserError(f"space={name}: a space is a .yaml file; the spaces that ship: {', '.join(shipped())}")
     raise UserError(
         f"unknown space {name!r}{did_you_mean(name, shipped())}; available: {', '.join(shipped())}, "
         "or the path of a .yaml file"

@@ -90,7 +90,9 @@ def load(name: str, revision: str | None, learning: LearningConfig, attn: str, d
     if name == EMBEDDED:
         return cast("nn.Module", embedded.load(dtype, attn).to(device))
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one line a rank, in logs that nobody watches
     model = _reached(
         name,
         lambda: AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, attn_implementation=attn),

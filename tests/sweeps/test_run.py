@@ -38,6 +38,7 @@ SMALL = [
         (["space=lora_small", "model="], ["model= has no value"]),
         (["space=lora_small", "device=cuda", "launcher=inline"], ["device=cuda: this process sees no CUDA device"]),
         ([*SMALL, "learning.lora_targets=q_prj"], ["'q_prj' is no layer of this model; it has q_proj, k_proj"]),
+        (["space=lora_small", "resume="], ["resume= has no value"]),
         (["space=lora_small", "resume=latest"], ["resume=latest: there are no sweeps in"]),
         (["space=lora_small", "system.num_workers=999"], ["needs 999 CPUs", "system.num_workers="]),
         (["space=lora_small", "device=cuda", "system.num_workers=1"], ["needs 1 GPUs", "device=cpu"]),
