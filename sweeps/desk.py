@@ -55,6 +55,7 @@ class SweepDesk:
         self.spec, self.searcher, self.journal, self.recorder = spec, searcher, journal, recorder
         self.screen, self.cluster, self.prices = screen, cluster, prices
         self.started = time.time()
+        self._resumed = len(journal.outcomes)  # what failed before may have been mended since
         self.target = spec.target_eval_loss
         self.why = ""
         self._running: dict[str, Candidate] = {}
@@ -111,6 +112,11 @@ class SweepDesk:
         limit = self.spec.budget.trials
         return left if limit is None else max(0, min(left, limit - len(self.journal.outcomes)))
 
+    @property
+    def failing(self) -> bool:
+        """Tell whether the trials of this process all fail alike."""
+        return repeats_itself(self.journal.outcomes[self._resumed :])
+
     def _spent(self) -> bool:
         budget, outcomes = self.spec.budget, self.journal.outcomes
         hours = sum(o.gpu_hours for o in outcomes)
@@ -123,7 +129,7 @@ class SweepDesk:
             "the base model already meets target_eval_loss; give a lower one": any(
                 (m := o.measured) is not None and m.stop_reason == "target" and not m.updates for o in outcomes[-1:]
             ),
-            f"the last {SAME_FAILURES} trials all failed alike: {failure}": repeats_itself(outcomes),
+            f"the last {SAME_FAILURES} trials all failed alike: {failure}": self.failing,
         }
         spent = [text for text, is_spent in reasons.items() if is_spent]
         if spent and self.searcher.untried:
@@ -133,7 +139,9 @@ class SweepDesk:
     # -- one trial ----------------------------------------------------------------------------------------------
 
     def _start(self, candidate: Candidate) -> Job:
-        number = len({o.trial_id for o in self.journal.outcomes} | set(self._running))
+        # After the highest: with trials side by side an interrupt leaves gaps, and an id is never given twice.
+        taken = [int(trial) for trial in (*(o.trial_id for o in self.journal.outcomes), *self._running)]
+        number = max(taken, default=-1) + 1
         job = Job(
             f"{number:03d}",
             1,

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -139,6 +140,7 @@ class RayLauncher(Launcher):
         env = {**environment, "OMP_NUM_THREADS": threads, **self._spec.env}
         runtime: dict[str, Any] = {"env_vars": env}
         quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+        on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             if self._address:
                 runtime["py_modules"] = [str(ROOT / "sweeps"), str(ROOT / "trainers")]
@@ -153,6 +155,8 @@ class RayLauncher(Launcher):
                 if self._address
                 else f"cannot start Ray on this machine: {first}"
             ) from None
+        if on_terminate is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray takes it over, and would abort without an end
 
 
 def usable_cpus() -> int:

@@ -216,6 +216,8 @@ def log(outcome: TrialOutcome) -> str:
     where = f", phase {outcome.phase}" if outcome.phase else ""
     where += f", rank {outcome.rank}" if outcome.rank is not None else ""
     lines.append(f"{outcome.status}{where}{': ' if outcome.reason else ''}{outcome.reason}")
+    if outcome.traceback:
+        lines += ["", outcome.traceback]
     return "\n".join(lines) + "\n"
 
 

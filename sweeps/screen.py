@@ -124,11 +124,12 @@ class TerminalScreen:
 
     def _clock(self) -> str:
         elapsed = time.time() - self._started
-        ended = [r["ended"] - r["since"] for r in self._rows.values() if "ended" in r]
+        rows = list(self._rows.copy().values())
+        ended = [r["ended"] - r["since"] for r in rows if "ended" in r]
         text = f"{len(ended)}/{self._to_run} trials, {clock(elapsed)}"
         if ended and len(ended) < self._to_run:
             left = sum(ended) / len(ended) * (self._to_run - len(ended))
-            running = sum(time.time() - r["since"] for r in self._rows.values() if "ended" not in r)
+            running = sum(time.time() - r["since"] for r in rows if "ended" not in r)
             text += f", about {clock(max(left - running, 0))} left"
         if self._spec.budget.minutes is not None:
             text += f" of {self._spec.budget.minutes:g} min"

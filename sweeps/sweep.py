@@ -17,7 +17,7 @@ from sweeps.candidates import (
     trial_config,
 )
 from sweeps.clusters import price_per_gpu_hour
-from sweeps.desk import Screen, SweepDesk, repeats_itself
+from sweeps.desk import Screen, SweepDesk
 from sweeps.journal import Journal, check_writable
 from sweeps.launch import make_launcher
 from sweeps.objectives import OBJECTIVES
@@ -165,7 +165,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], interrupted: bool
     desk.journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
     desk.journal.write_candidates(candidates, {o.candidate_id: o.status for o in outcomes})
     untried = len([c for c in candidates if c.legal]) - len({o.candidate_id for o in outcomes})
-    failing = repeats_itself(outcomes)
+    failing = desk.failing
     ended: Literal["complete", "budget", "failing", "interrupted"] = (
         "interrupted" if interrupted else "failing" if failing else "budget" if untried else "complete"
     )

@@ -22,6 +22,7 @@ import pytest
 from tests.rank_pool import RankPool, warm_up
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes, keep together what shares the pool of ranks, and what the cluster."""
     for item in items:

@@ -69,7 +69,8 @@ def train(
     learning, system = config.learning, config.system
     plan = STRATEGIES[system.strategy].plan(system)
     assert plan.world == world.size, f"the plan needs {plan.world} ranks, the job has {world.size}"
-    plan.accumulation(learning.global_batch_size, system.micro_batch_size)  # raises where it does not divide
+    # raises where it does not divide
+    accumulation = plan.accumulation(learning.global_batch_size, system.micro_batch_size)
 
     # 1. What will be consumed: every rank knows all windows, and so all token counts, in advance.
     samples = data.train.samples()
@@ -105,7 +106,7 @@ def train(
         done, run.consumed_tokens = checkpoint.resume(found, engine, identity, world)
     else:
         with run.timed("rehearsal"):
-            rehearse(engine, feed, updates, meter, world)
+            rehearse(engine, feed, updates, accumulation, meter, world)
         if world.rank == 0:
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
         run.evaluations.append(evaluate(engine, feed, 0, 0, world, meter))
@@ -147,7 +148,7 @@ def train(
         if due or done == end:
             run.evaluations.append(evaluate(engine, feed, window.update + 1, run.consumed_tokens, world, meter))
             stop = verdict(run, config) or stop
-            if stop == "budget" and world.from_rank_zero(world.rank == 0 and hooks.should_stop()):
+            if stop == "budget" and done < end and world.from_rank_zero(world.rank == 0 and hooks.should_stop()):
                 stop = "requested"
         every = config.run.save_every_updates
         if folder is not None and every and done % every == 0 and done < end and stop == "budget":
@@ -193,18 +194,23 @@ class Feed:
         return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}
 
 
-def rehearse(engine: Engine, feed: Feed, updates: Sequence[Window], meter: MemoryMeter, world: World) -> None:
+def rehearse(
+    engine: Engine, feed: Feed, updates: Sequence[Window], accumulation: int, meter: MemoryMeter, world: World
+) -> None:
     """Do two updates and an evaluation on the largest micro batch of the run, then undo them.
+
+    With accumulation the batch is taken twice in an update: the second forward pass runs beside the gradients.
 
     The first update allocates the optimizer's state, the second runs with all of it: memory is known before time is
     spent, on the batch where it peaks. It also warms up kernels and allocator, so timed updates start warm.
     """
     before = engine.snapshot()
     batch, targets = feed.worst(updates)
+    steps = min(2, accumulation)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), meter.tracing(engine.tensors()):
         for _ in range(2):
-            engine.step([batch], targets, meter)
+            engine.step([batch] * steps, targets * steps, meter)
         with meter.phase("eval"):
             engine.evaluate(feed.evaluation()[:1])
     engine.restore(before)

@@ -109,7 +109,7 @@ class MemoryMeter:
         for name in names:
             allocated, reserved = self._peaks[name]
             top = world.max([allocated, reserved])
-            result[name] = PhaseMemory(int(top[0]), int(top[1]), world.argmax(reserved))
+            result[name] = PhaseMemory(int(top[0]), int(top[1]), world.argmax(allocated))
         return result
 
 

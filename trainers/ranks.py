@@ -68,12 +68,11 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
 def current(device: str) -> World:
     """Return the world that torch.distributed is initialised with, or a world of one."""
     name = resolve_device(device)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    on = (
-        torch.device("cuda", torch.cuda.current_device() if dist.is_initialized() else local)
-        if name == "cuda"
-        else torch.device("cpu")
-    )
+    on = torch.device("cpu")
+    if name == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        on = torch.device("cuda", torch.cuda.current_device() if dist.is_initialized() else local)
+        torch.cuda.set_device(on)  # also initialises CUDA, without which its memory statistics cannot be reset
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), on)
     return World(0, 1, on)

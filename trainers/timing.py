@@ -73,7 +73,8 @@ def peak_phase(result: TrialResult) -> tuple[str, int] | None:
     """Return the phase with the highest peak and the rank that had it."""
     if not result.memory:
         return None
-    name = max(result.memory, key=lambda n: result.memory[n].reserved)
+    # By what was allocated: reserved memory is not given back between phases, so later ones would tie with the peak.
+    name = max(result.memory, key=lambda n: result.memory[n].allocated)
     return name, result.memory[name].worst_rank
 
 

@@ -117,7 +117,7 @@ def test_run_then_resume(
     assert run.main(["resume=latest", "space=full"]) == 2
 
 
-def interrupt_after_first_trial(command: list[str], folder: Path) -> tuple[int, str, str]:
+def interrupt_after_first_trial(command: list[str], folder: Path, number: signal.Signals) -> tuple[int, str, str]:
     """Run a sweep in `folder`, interrupt it once a trial is in the journal; return exit status and output."""
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
@@ -128,14 +128,14 @@ def interrupt_after_first_trial(command: list[str], folder: Path) -> tuple[int, 
         if found and found[0].read_text().count("\n") == 1:
             break
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=100)
     return process.returncode, out, err
 
 
-def check_interrupted(command: list[str], folder: Path, store: str) -> None:
+def check_interrupted(command: list[str], folder: Path, store: str, number: signal.Signals = signal.SIGINT) -> None:
     """Interrupt in the second trial, then go on: the first is not run again, and MLflow has each once and ended."""
-    status, out, err = interrupt_after_first_trial(command, folder)
+    status, out, err = interrupt_after_first_trial(command, folder, number)
     assert status == 130, err
     assert "interrupted" in out
     assert "resume=lora_small-" in out
@@ -171,8 +171,11 @@ def test_ctrl_c_in_this_process_then_resume(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_cluster_then_resume(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_on_a_cluster_then_resume(
+    number: signal.Signals, cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.chdir(tmp_path)
-    check_interrupted(command_of(*(a for a in SMALL if not a.startswith("launcher"))), tmp_path, store)
+    check_interrupted(command_of(*(a for a in SMALL if not a.startswith("launcher"))), tmp_path, store, number)
