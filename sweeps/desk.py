@@ -89,8 +89,9 @@ class SweepDesk:
         self._reference = None
         measured = TrialResult.from_json(ending.result) if ending.result is not None else None
         outcome = self._outcome(job, candidate, ending, measured)
+        before = self.target
         self._derive_target(outcome)
-        if self.target is not None and measured is not None and "cost_per_quality_usd" not in outcome.metrics:
+        if self.target != before:
             outcome = self._outcome(job, candidate, ending, measured)  # now with the target that it set
         self.journal.append(outcome)
         self.searcher.tell(outcome)
@@ -126,9 +127,7 @@ class SweepDesk:
             and len(outcomes) + len(self._running) >= budget.trials,
             f"budget.minutes={budget.minutes} is spent": self.should_stop(),
             f"budget.gpu_hours={budget.gpu_hours} is spent": budget.gpu_hours is not None and hours >= budget.gpu_hours,
-            "the base model already meets target_eval_loss; give a lower one": any(
-                (m := o.measured) is not None and m.stop_reason == "target" and not m.updates for o in outcomes[-1:]
-            ),
+            "the base model already meets target_eval_loss; give a lower one": met_by_the_base(outcomes[-1:]),
             f"the last {SAME_FAILURES} trials all failed alike: {failure}": self.failing,
         }
         spent = [text for text, is_spent in reasons.items() if is_spent]
@@ -191,7 +190,7 @@ class SweepDesk:
         figures = summarize(measured) | cost.quality_figures(measured, self.target, self.prices)
         figures |= self._start_up(job, known["ended_at"], measured)
         peak = peak_phase(measured)
-        status, kind, reason = verdict(measured, self.target, bool(self._reference))
+        status, kind, reason = verdict(measured, self.target)
         return TrialOutcome(
             **known,
             status=status,
@@ -235,7 +234,7 @@ class SweepDesk:
             )
 
 
-def verdict(measured: TrialResult, target: float | None, is_reference: bool) -> tuple[Any, Any, str]:
+def verdict(measured: TrialResult, target: float | None) -> tuple[Any, Any, str]:
     """Return status, kind and reason of a job that came to an end."""
     last = measured.evaluations[-1].loss if measured.evaluations else math.nan
     tokens = measured.updates[-1].consumed_tokens if measured.updates else 0
@@ -255,6 +254,11 @@ def verdict(measured: TrialResult, target: float | None, is_reference: bool) -> 
     if target is not None and cost.tokens_to_target(measured.evaluations, target) is None:
         return "COMPLETED", "budget", f"eval loss {last:.4f} after {tokens:,} tokens, target {target:.4f} not reached"
     return "COMPLETED", None, ""
+
+
+def met_by_the_base(outcomes: Sequence[TrialOutcome]) -> bool:
+    """Tell whether one of these trials met its target before the first update."""
+    return any(o.metrics.get("tokens_to_target") == 0 for o in outcomes)
 
 
 def derived_target(measured: TrialResult) -> float | None:

@@ -85,8 +85,9 @@ class RayLauncher(Launcher):
 
             # Given once, by reference: arrays in a closure or config would be copied with every trial.
             stored = {seq_len: ray.put(tokens) for seq_len, tokens in data.items()}
-            board = _board_actor().options(name=f"board-{os.getpid()}-{time.time_ns()}", num_cpus=0).remote()
-            name = ray.get(board.name.remote())
+            name = f"board-{os.getpid()}-{time.time_ns()}"
+            board = _board_actor().options(name=name, num_cpus=0).remote()
+            ray.get(board.read.remote(False))  # it is there before a worker looks for it
             watcher = Watcher(board, desk)
             try:
                 self._tune(desk, stored, name, storage)
@@ -277,9 +278,6 @@ def _board_actor() -> Any:
             self._progress: dict[str, Mapping[str, Any]] = {}
             self._stop = False
 
-        def name(self) -> str:
-            return str(ray.get_runtime_context().get_actor_name())
-
         def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
             self._progress[trial_id] = facts
 
@@ -339,9 +337,9 @@ def _tune_searcher() -> Any:
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """Send what Ray and its C++ core print to a file while they run; our own screen keeps the terminal.
+    """Send what Ray and its C++ core print on standard error to a file while they run.
 
-    Works on file descriptors, since the core writes there; the screen holds a copy of the terminal's descriptor.
+    Works on the file descriptor, since the core writes there; our own screen writes to standard output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     saved = os.dup(2)

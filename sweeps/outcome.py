@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -24,7 +23,6 @@ ReasonKind = Literal[
     "diverged",
     "budget",
     "dominated",
-    "interrupted",
 ]
 
 
@@ -73,13 +71,7 @@ class TrialOutcome(Frozen):
     @property
     def measured(self) -> TrialResult | None:
         """What the job measured; a figure that was not finite is null in the journal, and NaN here."""
-        if self.result is None:
-            return None
-        histories = {
-            name: [{k: math.nan if v is None else v for k, v in row.items()} for row in self.result[name]]
-            for name in ("updates", "evaluations")
-        }
-        return TrialResult.from_json({**self.result, **histories})
+        return TrialResult.from_json(self.result) if self.result is not None else None
 
     def to_line(self) -> str:
         """Return the outcome as one line of JSON."""

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 # As a script this file's folder is first on the path, where its neighbours' names could hide other packages.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from sweeps import signals, space  # noqa: E402
-from sweeps.journal import Journal  # noqa: E402
-from sweeps.spec import SweepSpec, keys  # noqa: E402
-from trainers.errors import UserError  # noqa: E402
+from sweeps import signals, space
+from sweeps.journal import Journal
+from sweeps.spec import SweepSpec, keys
+from trainers.errors import UserError
 
 # What a resumed sweep may be given anew: how much to spend and where to run, never what is measured.
 RESUMABLE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainers.config import LearningConfig
+from trainers.data import IGNORED
 from trainers.memory import MemoryMeter
 from trainers.plan import Plan
 from trainers.ranks import World
 from trainers.strategies import Strategy
 
-IGNORED = -100  # label of a token that carries no loss
 Batch = dict[str, torch.Tensor]  # input_ids, labels: int64 [rows, tokens]
 
 
@@ -146,8 +147,6 @@ class Engine:
 
 def schedule(learning: LearningConfig, update: int, total_updates: int) -> float:
     """Return the factor on the peak learning rate for update number `update` of `total_updates`."""
-    import math
-
     warmup = round(learning.warmup_fraction * total_updates)
     if update < warmup:
         return (update + 1) / (warmup + 1)

@@ -188,7 +188,8 @@ class Feed:
         return [self.batch(self.data.eval, ids) for ids in batching.split(window, self._dp, self._micro)[self._dp_rank]]
 
     def batch(self, dataset: TokenizedDataset, ids: Sequence[int]) -> Batch:
-        host = collate(dataset, ids, self.data.pad_id)
+        collated = collate(dataset, ids, self.data.pad_id)
+        host = {name: collated[name] for name in ("input_ids", "labels")}  # all that the engine reads
         if self._device.type != "cuda":
             return host
         return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}

@@ -6,7 +6,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,11 +111,6 @@ class MemoryMeter:
             top = world.max([allocated, reserved])
             result[name] = PhaseMemory(int(top[0]), int(top[1]), world.argmax(allocated))
         return result
-
-
-def untraced(meter: MemoryMeter | None, name: str) -> Any:
-    """Return the meter's phase, or nothing where there is no meter."""
-    return meter.phase(name) if meter is not None else nullcontext()
 
 
 def host_peak_bytes() -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping
 
 import torch
 
+from trainers.batch import Counts
 from trainers.ranks import World
 from trainers.result import GIB, TrialResult
 
@@ -50,7 +50,7 @@ def summarize(result: TrialResult) -> dict[str, float]:
         figures["tokens_per_second"] = sum(u.tokens for u in timed) / seconds
         figures["target_tokens_per_second"] = sum(u.targets for u in timed) / seconds
         figures["tokens_per_second_per_device"] = figures["tokens_per_second"] / result.num_workers
-        figures["padding_share"] = 1 - sum(u.tokens for u in timed) / sum(u.slots for u in timed)
+        figures["padding_share"] = Counts(sum(u.slots for u in timed), sum(u.tokens for u in timed)).padding
         figures["train_loss"] = result.updates[-1].loss
         figures["updates"] = len(result.updates)
         figures["consumed_tokens"] = result.updates[-1].consumed_tokens
@@ -76,8 +76,3 @@ def peak_phase(result: TrialResult) -> tuple[str, int] | None:
     # By what was allocated: reserved memory is not given back between phases, so later ones would tie with the peak.
     name = max(result.memory, key=lambda n: result.memory[n].allocated)
     return name, result.memory[name].worst_rank
-
-
-def as_floats(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return a copy with finite floats only."""
-    return {k: float(v) for k, v in figures.items() if math.isfinite(v)}

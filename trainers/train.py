@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -55,8 +56,6 @@ def refuse(error: UserError) -> int:
 
 def resolve(config: TrialConfig) -> TrialConfig:
     """Check what can be checked before anything starts, and make paths absolute."""
-    import dataclasses
-
     ranks_started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks_started != config.system.num_workers:
         raise UserError(

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from trainers.data import IGNORED
 from trainers.embedded import model, task
 
 SEED = 0
@@ -22,7 +23,6 @@ UPDATES = 300
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 WARMUP_UPDATES = 20
-IGNORED = -100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

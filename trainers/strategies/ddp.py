@@ -27,9 +27,11 @@ class DDP(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         # Not static_graph: with no_sync in the first window it fails an internal assertion (torch 2.13).
-        # Buckets as gradients: one copy of the gradients, not two.
+        # Buckets as gradients: one copy of the gradients, not two. Buffers are constants, the same on every rank.
         device_ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
 
     def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         from torch.nn.parallel import DistributedDataParallel
