@@ -1,4 +1,4 @@
-"""Saving and resuming: model, optimizer, scheduler, random state and data position, together.
+"""Saving and resuming: model, optimizer, scheduler, random state, data position and history, together.
 
 A save is a folder `update-000010` that appears under its name only when it is complete.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,51 +21,64 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from trainers.engine import Engine
 from trainers.errors import UserError
 from trainers.ranks import World
+from trainers.result import History
 
 # Frozen weights are not saved: they are the base model's. Flat optimizer keys survive another split of the model.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 _STATE = "state.json"
 
 
-def save(folder: Path, engine: Engine, update: int, consumed_tokens: int, identity: str, world: World) -> Path:
-    """Write a save of the state after `update` updates. Every rank must call it; returns the save's path.
+def save(folder: Path, engine: Engine, history: History, identity: str, world: World) -> int:
+    """Write a save of the state after the updates of `history`; return its bytes. Every rank must call it.
 
     `identity` names the run's learning configuration and data: a resume under another one is refused.
     """
-    target = folder / f"update-{update:06d}"
-    partial = folder / f".partial-{update:06d}"
+    update = len(history.updates)
+    target, partial = folder / f"update-{update:06d}", folder / f".partial-{update:06d}"
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     world.barrier()
-    partial.mkdir(parents=True, exist_ok=True)  # by every rank: without a shared disk each machine has its own
+    partial.mkdir(parents=True, exist_ok=True)  # by every rank: a temporary folder is each machine's own
     model, optimizer = get_state_dict(engine.module, engine.optimizer, options=_OPTIONS)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial, no_dist=world.size == 1)
-    torch.save(_random_state(), partial / f"random-{world.rank}.pt")
-    world.barrier()
+    torch.save(_random_state(world.device), partial / f"random-{world.rank}.pt")
     if world.rank == 0:
         state = {
             "update": update,
-            "consumed_tokens": consumed_tokens,
             "identity": identity,
             "scheduler": _plain(engine.scheduler.state_dict()),
             "num_workers": world.size,
+            "history": history.to_json(),
         }
         (partial / _STATE).write_text(json.dumps(state))
+    size = world.sum([_own_bytes(partial, world.rank)])[0]  # also waits until every rank has written
+    if world.rank == 0:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     world.barrier()
-    return target
+    return int(size)
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete save in a folder, or None."""
-    found = sorted(p for p in folder.glob("update-*") if (p / _STATE).is_file()) if folder.is_dir() else []
-    return found[-1] if found else None
+def latest(folder: Path, world: World) -> Path | None:
+    """Return the newest complete save in a folder, or None: the same on every rank. Makes the folder.
+
+    Raises UserError where the folder cannot be written, or where not all ranks see the same one.
+    """
+    found, marker = world.broadcast(lambda: _look(folder))
+    unseen = world.sum([float(not marker.is_file())])[0]
+    if world.rank == 0:
+        marker.unlink()
+    if unseen:
+        raise UserError(
+            f"run.output_dir={folder.parent}: {unseen:g} of {world.size} ranks do not see what rank 0 writes there; "
+            "give a folder on a disk that all machines share"
+        )
+    return found
 
 
-def resume(path: Path, engine: Engine, identity: str, world: World) -> tuple[int, int]:
-    """Load a save into a freshly built engine; return (updates done, tokens consumed)."""
+def resume(path: Path, engine: Engine, identity: str, world: World) -> History:
+    """Load a save into a freshly built engine; return what the run had done by then."""
     state = json.loads((path / _STATE).read_text())
     if state["identity"] != identity:
         raise UserError(
@@ -81,27 +95,40 @@ def resume(path: Path, engine: Engine, identity: str, world: World) -> tuple[int
         engine.reset_optimizer()  # saving gave an unused optimizer a state of one step
     mine = path / f"random-{world.rank}.pt"
     if mine.is_file():  # a larger world than the one that saved has ranks without a state: they keep the seed's
-        _restore_random_state(torch.load(mine, weights_only=False))
-    return int(state["update"]), int(state["consumed_tokens"])
+        _restore_random_state(torch.load(mine, weights_only=False), world.device)
+    return History.from_json(state["history"])
 
 
-def size_bytes(path: Path) -> int:
-    """Return the bytes of a save on disk."""
-    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+def _look(folder: Path) -> tuple[Path | None, Path]:
+    """Return the newest complete save, and a new file by which other ranks know the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder, delete=False) as marker:
+            pass
+    except OSError as error:
+        raise UserError(f"run.output_dir={folder.parent} cannot be written: {error}") from None
+    found = sorted(p for p in folder.glob("update-*") if (p / _STATE).is_file())
+    return (found[-1] if found else None), Path(marker.name)
+
+
+def _own_bytes(path: Path, rank: int) -> int:
+    """Return the bytes that this rank wrote; rank 0 also wrote what belongs to all."""
+    patterns = [f"__{rank}_*", f"random-{rank}.pt", *([".metadata", _STATE] if rank == 0 else [])]
+    return sum(f.stat().st_size for pattern in patterns for f in path.glob(pattern))
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
 
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+def _random_state(device: torch.device) -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": np.random.get_state()}
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,7 @@ class Engine:
         return Step(float(total), norm, rate)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the sum of the losses of these batches' targets, on this rank."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)

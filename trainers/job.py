@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import traceback
 
+import torch
+
 from trainers.config import TrialConfig
 from trainers.diagnose import Fault, WorkerFault, classify
 from trainers.loop import Hooks, train
@@ -18,6 +20,7 @@ MAX_TRACEBACK = 8_000  # characters, the end of it: outcomes are one line of a f
 
 def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | None = None) -> TrialResult:
     """Run this rank's part of a job. Raises WorkerFault with kind, phase and rank when anything fails."""
+    _return_cached_memory()  # of the trial before, or of how the data came here: it would count as reserved
     meter = MemoryMeter(world.device)
     try:
         return train(config, data, world, meter, hooks)
@@ -30,3 +33,9 @@ def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | 
         raise WorkerFault(fault) from error
     finally:
         gc.collect()  # the model must be gone before the process group is
+        _return_cached_memory()
+
+
+def _return_cached_memory() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from trainers.memory import MemoryMeter, host_peak_bytes
 from trainers.model import compute_dtype, load
 from trainers.prepare import TrialData
 from trainers.ranks import World
-from trainers.result import Evaluation, Save, StopReason, TrialResult, Update
+from trainers.result import Evaluation, History, Save, StopReason, TrialResult, Update
 from trainers.strategies import STRATEGIES
 from trainers.timing import Stopwatch
 
@@ -43,29 +44,13 @@ class Hooks:
     should_stop: Callable[[], bool] = lambda: False
 
 
-@dataclass
-class Run:
-    """What a run has done so far."""
-
-    consumed_tokens: int = 0
-    updates: list[Update] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 def train(
     config: TrialConfig, data: TrialData, world: World, meter: MemoryMeter, hooks: Hooks | None = None
 ) -> TrialResult:
     """Train, evaluate and save as `config` says; return what was measured, the same on every rank."""
     hooks = hooks or Hooks()
-    run = Run()
+    history = History()
+    seconds: dict[str, float] = {}
     learning, system = config.learning, config.system
     plan = STRATEGIES[system.strategy].plan(system)
     assert plan.world == world.size, f"the plan needs {plan.world} ranks, the job has {world.size}"
@@ -79,10 +64,13 @@ def train(
     )
     prints = batching.fingerprints(updates, samples)
     feed = Feed(data, plan.dp, plan.dp_rank(world.rank), system.micro_batch_size, world.device)
+    folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
+    found = checkpoint.latest(folder, world) if folder is not None else None
+    identity = learning_identity(config, data)
 
     # 2. Model, adapter, strategy, optimizer: in this order.
     torch.manual_seed(learning.seed)
-    with run.timed("model"), meter.phase("load"):
+    with timed(seconds, "model"), meter.phase("load"):
         model = load(config.model, config.model_revision, learning, system.attn_implementation, world.device)
         model = apply_adapter(model, learning)
         engine = Engine(
@@ -98,68 +86,70 @@ def train(
     # Ranks that hold other samples draw other dropout masks; the adapter's weights are drawn already, equal on all.
     torch.manual_seed(learning.seed + plan.dp_rank(world.rank))
 
-    # 3. Go on from the last save, or rehearse the worst batch and forget it again.
-    folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
-    identity = learning_identity(config, data)
-    done = 0
-    if folder is not None and (found := checkpoint.latest(folder)) is not None:
-        done, run.consumed_tokens = checkpoint.resume(found, engine, identity, world)
+    # 3. Rehearse the worst batch and forget it again; then go on from the last save, or evaluate what is there.
+    with timed(seconds, "rehearsal"):
+        rehearse(engine, feed, updates, accumulation, meter, world)
+    if found is not None:
+        history = checkpoint.resume(found, engine, identity, world)
     else:
-        with run.timed("rehearsal"):
-            rehearse(engine, feed, updates, accumulation, meter, world)
         if world.rank == 0:
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
-        run.evaluations.append(evaluate(engine, feed, 0, 0, world, meter))
+        history.evaluations.append(evaluate(engine, feed, history, world, meter))
+    resumed_at = len(history.updates)
 
     # 4. Update after update; evaluate and save in between; stop for a reason.
-    stop: StopReason = "budget"
-    if run.evaluations:
-        stop = verdict(run, config) or stop
+    stop: StopReason = verdict(history, config) or "budget"
     clock = Stopwatch(world)
     end = min(len(updates), config.run.max_updates or len(updates))
-    while stop == "budget" and done < end:
+    while stop == "budget" and (done := len(history.updates)) < end:
         window = updates[done]
         clock.start()
         micro_batches, counts = feed.window(window)
         step = engine.step(micro_batches, counts.targets, meter)
-        seconds = clock.stop()
-        done += 1
-        run.consumed_tokens += counts.tokens
+        step_time_s = clock.stop()
         loss = world.sum([step.loss_sum])[0] / max(counts.targets, 1)
-        run.updates.append(
+        history.updates.append(
             Update(
                 window.update,
-                run.consumed_tokens,
+                history.consumed_tokens + counts.tokens,
                 counts.tokens,
                 counts.targets,
                 counts.slots,
                 loss,
                 step.grad_norm,
                 step.learning_rate,
-                seconds,
+                step_time_s,
             )
         )
         if world.rank == 0:
-            hooks.progress({"phase": "train", "update": done, "updates": len(updates), "loss": loss})
+            hooks.progress({"phase": "train", "update": done + 1, "updates": len(updates), "loss": loss})
         if not math.isfinite(loss) or not math.isfinite(step.grad_norm):
             stop = "nan"
             break
-        due = evaluation_due(run, config)
-        if due or done == end:
-            run.evaluations.append(evaluate(engine, feed, window.update + 1, run.consumed_tokens, world, meter))
-            stop = verdict(run, config) or stop
-            if stop == "budget" and done < end and world.from_rank_zero(world.rank == 0 and hooks.should_stop()):
+        at_end = done + 1 == end
+        if at_end or evaluation_due(history, config):
+            history.evaluations.append(evaluate(engine, feed, history, world, meter))
+            stop = verdict(history, config) or stop
+            if stop == "budget" and not at_end and world.broadcast(hooks.should_stop):
                 stop = "requested"
         every = config.run.save_every_updates
-        if folder is not None and every and done % every == 0 and done < end and stop == "budget":
-            run.saves.append(timed_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
+        if folder is not None and every and (done + 1) % every == 0 and not at_end and stop == "budget":
+            history.saves.append(timed_save(folder, engine, history, identity, world, meter))
 
     # 5. One save at the end, kept only where an output folder was asked for; a finished run that is started again
     #    has nothing new to save.
-    if stop != "nan" and (run.updates or run.evaluations):
-        run.saves.append(final_save(folder, engine, done, run.consumed_tokens, identity, world, meter))
+    if stop != "nan" and (found is None or len(history.updates) > resumed_at):
+        history.saves.append(final_save(folder, engine, history, identity, world, meter))
     engine.close()
-    return assemble(config, run, stop, prints[:done], meter, world)
+    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long what is inside takes."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start
 
 
 class Feed:
@@ -168,6 +158,10 @@ class Feed:
     def __init__(self, data: TrialData, dp: int, dp_rank: int, micro_batch_size: int, device: torch.device) -> None:
         self.data, self._dp, self._dp_rank, self._micro, self._device = data, dp, dp_rank, micro_batch_size, device
         self._samples = data.train.samples()
+        held = data.eval.samples()
+        longest_first = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
+        self._held = batching.split(Window(0, 0, tuple(longest_first)), dp, micro_batch_size)[dp_rank]
+        self.eval_targets = sum(held.targets)
 
     def window(self, window: Window) -> tuple[list[Batch], Counts]:
         """Return this rank's micro batches, and the counts of the whole window over all ranks."""
@@ -180,12 +174,9 @@ class Feed:
         ids = batching.worst_micro_batch(updates, self._samples, self._dp, self._micro)
         return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
 
-    def evaluation(self) -> list[Batch]:
-        """Return this rank's share of the evaluation data, longest rows first, as many batches as every other rank."""
-        held = self.data.eval.samples()
-        order = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
-        window = Window(0, 0, tuple(order))
-        return [self.batch(self.data.eval, ids) for ids in batching.split(window, self._dp, self._micro)[self._dp_rank]]
+    def evaluation(self) -> Iterator[Batch]:
+        """Yield this rank's share of the evaluation data, longest rows first, as many batches as every other rank."""
+        return (self.batch(self.data.eval, ids) for ids in self._held)
 
     def batch(self, dataset: TokenizedDataset, ids: Sequence[int]) -> Batch:
         collated = collate(dataset, ids, self.data.pad_id)
@@ -213,33 +204,33 @@ def rehearse(
         for _ in range(2):
             engine.step([batch] * steps, targets * steps, meter)
         with meter.phase("eval"):
-            engine.evaluate(feed.evaluation()[:1])
+            engine.evaluate(itertools.islice(feed.evaluation(), 1))
     engine.restore(before)
     world.synchronize()
 
 
-def evaluate(engine: Engine, feed: Feed, update: int, consumed: int, world: World, meter: MemoryMeter) -> Evaluation:
+def evaluate(engine: Engine, feed: Feed, history: History, world: World, meter: MemoryMeter) -> Evaluation:
     """Evaluate on all evaluation data; the loss is the mean over its target tokens."""
     start = time.perf_counter()
     with meter.phase("eval"):
         mine = engine.evaluate(feed.evaluation())
     total = world.sum([mine])[0]
     seconds = world.max([time.perf_counter() - start])[0]
-    return Evaluation(update, consumed, total / sum(feed.data.eval.samples().targets), seconds)
+    return Evaluation(len(history.updates), history.consumed_tokens, total / feed.eval_targets, seconds)
 
 
-def evaluation_due(run: Run, config: TrialConfig) -> bool:
+def evaluation_due(history: History, config: TrialConfig) -> bool:
     """Tell whether the last update crossed a multiple of eval_every_tokens."""
     every = config.run.eval_every_tokens
     if every is None:
         return False
-    before = run.consumed_tokens - run.updates[-1].tokens
-    return run.consumed_tokens // every > before // every
+    before = history.consumed_tokens - history.updates[-1].tokens
+    return history.consumed_tokens // every > before // every
 
 
-def verdict(run: Run, config: TrialConfig) -> StopReason | None:
+def verdict(history: History, config: TrialConfig) -> StopReason | None:
     """Return why the run should end after its last evaluation, if it should."""
-    first, last, target = run.evaluations[0].loss, run.evaluations[-1].loss, config.run.target_eval_loss
+    first, last, target = history.evaluations[0].loss, history.evaluations[-1].loss, config.run.target_eval_loss
     if not math.isfinite(last):
         return "nan"
     if target is not None and last <= target:
@@ -248,37 +239,33 @@ def verdict(run: Run, config: TrialConfig) -> StopReason | None:
 
 
 def final_save(
-    folder: Path | None, engine: Engine, update: int, consumed: int, identity: str, world: World, meter: MemoryMeter
+    folder: Path | None, engine: Engine, history: History, identity: str, world: World, meter: MemoryMeter
 ) -> Save:
     """Save once; into a folder that is removed again where no output folder was asked for."""
     if folder is not None:
-        return timed_save(folder, engine, update, consumed, identity, world, meter)
+        return timed_save(folder, engine, history, identity, world, meter)
     with shared_temporary_folder(world) as temporary:
-        return timed_save(temporary, engine, update, consumed, identity, world, meter)
+        return timed_save(temporary, engine, history, identity, world, meter)
 
 
-def timed_save(
-    folder: Path, engine: Engine, update: int, consumed: int, identity: str, world: World, meter: MemoryMeter
-) -> Save:
+def timed_save(folder: Path, engine: Engine, history: History, identity: str, world: World, meter: MemoryMeter) -> Save:
+    history = slowest(history, world)
     start = time.perf_counter()
     with meter.tracing(engine.tensors()), meter.phase("save"):
-        path = checkpoint.save(folder, engine, update, consumed, identity, world)
+        size = checkpoint.save(folder, engine, history, identity, world)
     seconds = world.max([time.perf_counter() - start])[0]
-    size = world.max([checkpoint.size_bytes(path)])[0]
-    return Save(consumed, seconds, int(size))
+    return Save(history.consumed_tokens, seconds, size)
 
 
 @contextmanager
 def shared_temporary_folder(world: World) -> Iterator[Path]:
     """Give all ranks rank 0's temporary folder (ranks on other machines make the same path there)."""
-    names = [tempfile.mkdtemp(prefix="sweep-save-") if world.rank == 0 else ""]
-    if world.size > 1:
-        torch.distributed.broadcast_object_list(names, src=0, device=world.device)
+    path = Path(world.broadcast(lambda: tempfile.mkdtemp(prefix="sweep-save-")))
     try:
-        yield Path(names[0])
+        yield path
         world.barrier()
     finally:
-        shutil.rmtree(names[0], ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def learning_identity(config: TrialConfig, data: TrialData) -> str:
@@ -294,21 +281,32 @@ def learning_identity(config: TrialConfig, data: TrialData) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def slowest(history: History, world: World) -> History:
+    """Return the history with each update's time on the slowest rank. Every rank must call it."""
+    times = world.max([u.step_time_s for u in history.updates])
+    updates = [replace(u, step_time_s=s) for u, s in zip(history.updates, times, strict=True)]
+    return replace(history, updates=updates)
+
+
 def assemble(
-    config: TrialConfig, run: Run, stop: StopReason, prints: Sequence[str], meter: MemoryMeter, world: World
+    config: TrialConfig,
+    history: History,
+    stop: StopReason,
+    prints: Sequence[str],
+    seconds: Mapping[str, float],
+    meter: MemoryMeter,
+    world: World,
 ) -> TrialResult:
     """Combine the ranks: times are the slowest rank's, memory the largest."""
-    slowest = world.max([u.step_time_s for u in run.updates])
-    updates = [Update(**{**vars(u), "step_time_s": s}) for u, s in zip(run.updates, slowest, strict=True)]
     return TrialResult(
         stop_reason=stop,
-        updates=tuple(updates),
-        evaluations=tuple(run.evaluations),
-        saves=tuple(run.saves),
+        updates=tuple(history.updates),
+        evaluations=tuple(history.evaluations),
+        saves=tuple(history.saves),
         memory=meter.peaks(world),
         host_peak_bytes=int(world.max([host_peak_bytes()])[0]),
-        fingerprints=tuple(prints),
-        seconds=run.seconds,
+        fingerprints=tuple(prints[: len(history.updates)]),
+        seconds=seconds,
         num_workers=world.size,
         effective_config=to_tree(config),
         environment=describe(world),

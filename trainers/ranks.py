@@ -6,14 +6,18 @@ The same code runs with torch.distributed initialised (by Ray Train or torchrun)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from trainers.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,21 @@ class World:
         """Return the maximum over ranks of each value, in float64, on every rank."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def from_rank_zero(self, value: bool) -> bool:
-        """Return rank 0's value on every rank."""
-        return bool(self.sum([float(value and self.rank == 0)])[0])
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Return on every rank what rank 0 makes; a UserError there is raised on every rank."""
+        if self.size == 1:
+            return make()
+        made: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                made[0] = make()
+            except UserError as error:
+                made[1] = error
+        dist.broadcast_object_list(made, src=0, device=self.device)
+        if made[1] is not None:
+            raise made[1]
+        value: T = made[0]
+        return value
 
     def argmax(self, value: float) -> int:
         """Return the first rank with the largest value."""

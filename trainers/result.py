@@ -47,6 +47,34 @@ class Save:
     bytes: int
 
 
+@dataclass
+class History:
+    """What a run has done so far, in order. Every save holds it, so that a resumed run knows its whole past."""
+
+    updates: list[Update] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Non-pad training tokens so far."""
+        return self.updates[-1].consumed_tokens if self.updates else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; what is not finite becomes null."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> History:
+        """Read the histories of what to_json wrote, here or in TrialResult; a null number is NaN again."""
+        return History(
+            [Update(**_numbers(u)) for u in data["updates"]],
+            [Evaluation(**_numbers(e)) for e in data["evaluations"]],
+            [Save(**s) for s in data["saves"]],
+        )
+
+
 @dataclass(frozen=True)
 class PhaseMemory:
     """Peak of one phase, in bytes. `reserved` is the allocator's on CUDA; on CPU it equals `allocated`."""
@@ -81,9 +109,7 @@ class TrialResult:
     def from_json(data: Mapping[str, Any]) -> TrialResult:
         """Read what to_json wrote; a null number is NaN again."""
         rows = dict(data)
-        rows["updates"] = tuple(Update(**_numbers(u)) for u in data["updates"])
-        rows["evaluations"] = tuple(Evaluation(**_numbers(e)) for e in data["evaluations"])
-        rows["saves"] = tuple(Save(**s) for s in data["saves"])
+        rows |= {name: tuple(values) for name, values in vars(History.from_json(data)).items()}
         rows["memory"] = {name: PhaseMemory(**m) for name, m in data["memory"].items()}
         rows["fingerprints"] = tuple(data["fingerprints"])
         return TrialResult(**rows)

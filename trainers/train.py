@@ -6,11 +6,9 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from trainers import config as configs
 from trainers import model, ranks
@@ -24,7 +22,6 @@ from trainers.ranks import World
 from trainers.strategies import STRATEGIES
 from trainers.timing import summarize
 
-T = TypeVar("T")
 USAGE = "usage: python -m trainers.train CONFIG.yaml   (or: torchrun --nproc-per-node N -m trainers.train CONFIG.yaml)"
 
 
@@ -81,7 +78,7 @@ def resolve(config: TrialConfig) -> TrialConfig:
 
 def run(config: TrialConfig, world: World) -> None:
     """Prepare data on rank 0, train on all, print and write the result on rank 0."""
-    tokens = from_rank_zero(world, lambda: prepare(config, model.tokenizer(config.model, config.model_revision)))
+    tokens = world.broadcast(lambda: prepare(config, model.tokenizer(config.model, config.model_revision)))
     if world.rank == 0:
         print("\n".join(tokens.notes))
     result = run_rank(config, tokens, world, Hooks(progress=_print) if world.rank == 0 else None)
@@ -98,23 +95,6 @@ def run(config: TrialConfig, world: World) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_text(json.dumps({"figures": figures, **result.to_json()}, indent=1))
         print(f"wrote {out / 'result.json'}")
-
-
-def from_rank_zero(world: World, make: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 made; a UserError there is raised on every rank."""
-    if world.size == 1:
-        return make()
-    made: list[Any] = [None, None]
-    if world.rank == 0:
-        try:
-            made[0] = make()
-        except UserError as error:
-            made[1] = error
-    dist.broadcast_object_list(made, src=0, device=world.device)
-    if made[1] is not None:
-        raise made[1]
-    value: T = made[0]
-    return value
 
 
 def _print(facts: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from trainers.errors import UserError
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
 from trainers.ranks import current
-from trainers.result import TrialResult
+from trainers.result import Evaluation, History, Save, TrialResult, Update
 
 Ranks = Callable[[int], RankPool]
 
@@ -60,22 +61,35 @@ def draws() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
+def history_of(updates: int) -> History:
+    """`updates` updates of 35 tokens each; the losses were not finite at first."""
+    done = [Update(i, 35 * (i + 1), 35, 30, 40, math.nan if i == 0 else 1.5, 0.5, 0.1, 2.0) for i in range(updates)]
+    return History(done, [Evaluation(0, 0, 3.5, 0.25)], [Save(35, 1.0, 1000)])
+
+
 def save_after(folder: Path, updates: int) -> dict[str, Any]:
     engine = engine_after(updates)
     state = state_of(engine)
-    checkpoint.save(folder, engine, updates, 70, "run a", current("cpu"))
+    state["bytes"] = checkpoint.save(folder, engine, history_of(updates), "run a", current("cpu"))
     engine.close()
     return state
 
 
+def newest(folder: Path) -> Path:
+    path = checkpoint.latest(folder, current("cpu"))
+    assert path is not None
+    return path
+
+
 def test_a_save_brings_back_weights_optimizer_schedule_and_random_state(tmp_path: Path) -> None:
     right = save_after(tmp_path, 3)
+    del right["bytes"]
     expected = draws()
     right_next = state_of(engine_after(4))
     fresh = engine_after(0)
-    path = checkpoint.latest(tmp_path)
-    assert path is not None
-    assert checkpoint.resume(path, fresh, "run a", current("cpu")) == (3, 70)
+    history = checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu"))
+    assert repr(history) == repr(history_of(3))  # as text, for NaN is not equal to itself
+    assert history.consumed_tokens == 105
     assert draws() == expected
     assert state_of(fresh) == right
     assert right["moments"]["step"] == 3
@@ -86,32 +100,58 @@ def test_a_save_brings_back_weights_optimizer_schedule_and_random_state(tmp_path
 def test_two_ranks_save_one_state_which_one_rank_can_resume(tmp_path: Path, ranks: Ranks) -> None:
     first, second = ranks(2).run(save_after, tmp_path, 3)
     assert first == second
+    size = first.pop("bytes")
     (path,) = tmp_path.iterdir()
     assert {f.name for f in path.iterdir()} >= {"random-0.pt", "random-1.pt", "state.json"}
+    assert size == sum(f.stat().st_size for f in path.iterdir())
     fresh = engine_after(0)
     checkpoint.resume(path, fresh, "run a", current("cpu"))
     assert state_of(fresh) == first
 
 
 def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
-    save_after(tmp_path, 1)
+    size = save_after(tmp_path, 1)["bytes"]
+    assert size == sum(f.stat().st_size for f in newest(tmp_path).iterdir())
     fresh = engine_after(0)
     fresh.module.frozen.data.fill_(5.0)
-    path = checkpoint.latest(tmp_path)
-    assert path is not None
-    checkpoint.resume(path, fresh, "run a", current("cpu"))
+    checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu"))
     assert float(fresh.module.frozen) == 5.0
-    assert checkpoint.size_bytes(path) == sum(f.stat().st_size for f in path.iterdir())
 
 
 def test_the_newest_complete_save_is_the_latest(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "nowhere") is None
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "nowhere", current("cpu")) is None
+    assert checkpoint.latest(tmp_path, current("cpu")) is None
     for updates in (2, 1):
         save_after(tmp_path, updates)
     (tmp_path / "update-000009").mkdir()
     (tmp_path / ".partial-000010").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "update-000002"
+    assert newest(tmp_path) == tmp_path / "update-000002"
+    assert not list(tmp_path.glob(".seen-*"))
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    assert set(ranks(2).run(refusal, tmp_path, True)) == {""}
+    (said,) = set(ranks(2).run(refusal, tmp_path, False))
+    assert said.startswith(f"run.output_dir={tmp_path.parent}: 1 of 2 ranks do not see what rank 0 writes there; give")
+
+
+def refusal(folder: Path, shared: bool) -> str:
+    """Return why a rank refuses to go on; on a disk that is not shared, rank 1 sees no file."""
+    world = current("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared and world.rank == 1:
+            patch.setattr(Path, "is_file", lambda _: False)
+        try:
+            checkpoint.latest(folder, world)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "file").write_text("")
+    (said,) = set(ranks(2).run(refusal, tmp_path / "file" / "checkpoints", True))
+    assert said.startswith(f"run.output_dir={tmp_path / 'file'} cannot be written: ")
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -136,8 +176,9 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         with pytest.raises(OSError, match="No space"):
             save_after(tmp_path, 2)
     assert (tmp_path / ".partial-000002").is_dir()
-    path = checkpoint.latest(tmp_path)
+    path = newest(tmp_path)
     assert path == tmp_path / "update-000001"
+    del right["bytes"]
     fresh = engine_after(0)
     checkpoint.resume(path, fresh, "run a", current("cpu"))
     assert state_of(fresh) == right
@@ -147,17 +188,16 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
 
 def test_a_save_before_the_first_update_resumes_with_an_unused_optimizer(tmp_path: Path) -> None:
     engine = engine_after(0)
-    path = checkpoint.save(tmp_path, engine, 0, 0, "run a", current("cpu"))
+    checkpoint.save(tmp_path, engine, History(), "run a", current("cpu"))
     fresh = engine_after(0)
-    assert checkpoint.resume(path, fresh, "run a", current("cpu")) == (0, 0)
+    assert checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu")) == History()
     fresh.step([targets(1.0)], 1, MemoryMeter(torch.device("cpu")))
     assert state_of(fresh) == state_of(engine_after(1))
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
     save_after(tmp_path, 1)
-    path = checkpoint.latest(tmp_path)
-    assert path is not None
+    path = newest(tmp_path)
     with pytest.raises(UserError, match="update-000001 was saved by a run with another model, data or learning"):
         checkpoint.resume(path, engine_after(0), "run b", current("cpu"))
 
@@ -184,10 +224,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(world: int, tmp_
     for whole, half, rest, again in results:
         assert [u.update for u in whole.updates] == [0, 1, 2, 3, 4, 5]
         assert exact(half) == exact(whole)[:3]
-        assert exact(rest) == exact(whole)[3:]
+        assert exact(rest) == exact(again) == exact(whole)  # the history is kept, what came before the save included
         assert rest.evaluations[-1].loss == whole.evaluations[-1].loss
+        assert rest.evaluations[0] == half.evaluations[0]
+        assert rest.updates[:3] == half.updates  # their times too
         assert rest.fingerprints == again.fingerprints == whole.fingerprints
-        assert (again.stop_reason, again.updates, again.saves) == ("budget", (), ())
+        assert rest.memory.keys() == again.memory.keys() | {"save"} == whole.memory.keys()
+        assert again.stop_reason == "budget"
+        assert len(again.saves) == 0  # the save that it found, it cannot know from within; it makes no other
     assert len({tuple(exact(rest)) for _, _, rest, _ in results}) == 1
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["update-000003", "update-000006"]
@@ -215,9 +259,20 @@ def test_a_run_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another output_dir, or the configuration that it was saved with"):
         train_here(config(learning_rate=2e-2, run={"output_dir": str(tmp_path)}), tokens)
     # A system configuration is no part of what is learned: another micro batch goes on.
-    assert [
-        u.update for u in train_here(config(micro_batch_size=4, run={"output_dir": str(tmp_path)}), tokens).updates
-    ] == [1]
+    result = train_here(config(micro_batch_size=4, run={"output_dir": str(tmp_path)}), tokens)
+    assert [u.update for u in result.updates] == [0, 1]
+
+
+def test_a_run_that_reached_its_target_does_not_train_on_when_started_again(tmp_path: Path) -> None:
+    tokens = data(12, 2)
+    start = train_here(config(global_batch_size=2, run={"max_updates": 1}), tokens).evaluations
+    target = (start[0].loss + start[1].loss) / 2  # met after the first of six updates
+    job = config(
+        global_batch_size=2, run={"output_dir": str(tmp_path), "eval_every_tokens": 1, "target_eval_loss": target}
+    )
+    first, second = train_here(job, tokens), train_here(job, tokens)
+    assert (first.stop_reason, len(first.updates)) == ("target", 1)
+    assert (second.stop_reason, second.updates, second.evaluations) == ("target", first.updates, first.evaluations)
 
 
 def test_saves_every_so_many_updates(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from trainers.config import TrialConfig
 from trainers.data import TokenizedDataset
 from trainers.embedded import model as embedded
 from trainers.engine import Engine
-from trainers.loop import Feed, Hooks, Run, evaluation_due, rehearse, verdict
+from trainers.loop import Feed, Hooks, evaluation_due, rehearse, verdict
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
 from trainers.ranks import current
-from trainers.result import Evaluation, TrialResult, Update
+from trainers.result import Evaluation, History, TrialResult, Update
 from trainers.strategies import STRATEGIES
 
 Ranks = Callable[[int], RankPool]
@@ -139,6 +139,27 @@ def test_the_rehearsal_changes_nothing(world: int, tokens: TrialData, ranks: Ran
         assert all(found.values()), found
 
 
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_the_rehearsal_measures_what_an_accumulated_update_needs(accumulation: int, tokens: TrialData) -> None:
+    """Two micro batches stand for any number: from the second on, a forward pass runs beside the gradients."""
+    world = current("cpu")
+    peaks = []
+    for real in (False, True):
+        engine, feed, updates = job_up_to_the_rehearsal(config(adapter="full", learning_rate=1e-4), tokens)
+        meter = MemoryMeter(world.device)
+        if real:
+            batch, targets = feed.worst(updates)
+            engine.step([batch] * accumulation, targets * accumulation, meter)
+            with meter.tracing(engine.tensors()):
+                engine.step([batch] * accumulation, targets * accumulation, meter)
+        else:
+            rehearse(engine, feed, updates, accumulation, meter, world)
+        peaks.append({k: v.allocated for k, v in meter.peaks(world).items() if k != "eval"})
+        engine.close()
+    rehearsed, measured = peaks
+    assert rehearsed == measured
+
+
 def test_the_rehearsal_takes_the_largest_batch_of_the_run(tokens: TrialData) -> None:
     _, feed, updates = job_up_to_the_rehearsal(config(), tokens)
     worst, targets = feed.worst(updates)
@@ -171,11 +192,11 @@ def test_it_stops_at_nan_without_a_save(tokens: TrialData) -> None:
     assert len(result.updates) < 3
 
 
-def after(losses: list[float], tokens: list[int]) -> Run:
+def after(losses: list[float], tokens: list[int]) -> History:
     """Return a run with these evaluations and updates."""
     consumed = list(accumulate(tokens))
     updates = [Update(k, c, n, 1, n, 1.0, 1.0, 1.0, 1.0) for k, (c, n) in enumerate(zip(consumed, tokens, strict=True))]
-    return Run(sum(tokens), updates, [Evaluation(k, k, loss, 0.0) for k, loss in enumerate(losses)])
+    return History(updates, [Evaluation(k, k, loss, 0.0) for k, loss in enumerate(losses)])
 
 
 @pytest.mark.parametrize(
