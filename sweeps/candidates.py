@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -16,6 +17,8 @@ from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
 from trainers.plan import Plan
 from trainers.shape import LINEAR_LAYERS, ModelShape
 from trainers.strategies import STRATEGIES
+
+ADAPTABLE = (*LINEAR_LAYERS, "lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Context:
 
     cluster: Cluster
     shape: ModelShape | None
+    positions: int | None  # the longest input that the model's positions reach; None: not known
     launcher: str
 
 
@@ -80,25 +84,13 @@ def trial_tree(spec: SweepSpec, candidate: Candidate, device: str, target: float
         "target_eval_loss": target,
         "eval_every_tokens": spec.eval_every_tokens,
     }
-    top = {
-        name: getattr(spec, name)
-        for name in (
-            "model",
-            "model_revision",
-            "data",
-            "eval_data",
-            "eval_fraction",
-            "max_eval_rows",
-            "data_template",
-            "data_on_error",
-        )
-    }
-    return {**top, "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
+    return {**data_tree(spec), "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 
 
-def trial_config(spec: SweepSpec, candidate: Candidate, device: str, target: float | None = None) -> TrialConfig:
-    """Return the typed config of a candidate's trial."""
-    return from_tree(TrialConfig, trial_tree(spec, candidate, device, target))
+def data_tree(spec: SweepSpec) -> dict[str, Any]:
+    """Return what all trials have in common, model and data, in the form of a TrialConfig's file."""
+    shared = {f.name for f in dataclasses.fields(TrialConfig)} - {"learning", "system", "run"}
+    return {name: getattr(spec, name) for name in type(spec).model_fields if name in shared}
 
 
 def varying(candidates: Sequence[Candidate]) -> list[str]:
@@ -150,7 +142,7 @@ def _candidate(model: str, learning: Mapping[str, Any], system: Mapping[str, Any
 
 
 def _general_rules(learning: Mapping[str, Any], system: SystemConfig, context: Context) -> Iterator[str]:
-    device, shape = context.cluster.device, context.shape
+    device = context.cluster.device
     if context.launcher == "inline" and system.num_workers > 1:
         yield f"num_workers={system.num_workers}: launcher=inline runs in this one process, so num_workers must be 1"
     if system.attn_implementation == "flash_attention_2":
@@ -158,9 +150,12 @@ def _general_rules(learning: Mapping[str, Any], system: SystemConfig, context: C
             yield f"attn_implementation=flash_attention_2 needs CUDA; this sweep runs on {device}: use sdpa or eager"
         elif importlib.util.find_spec("flash_attn") is None:
             yield "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: use sdpa"
+        if learning["param_dtype"] == "float32":
+            yield "attn_implementation=flash_attention_2 computes in half precision: not with param_dtype=float32"
     targets = str(learning.get("lora_targets", "all-linear"))
-    unknown = [t for t in targets.split(",") if t.strip() not in LINEAR_LAYERS] if targets != "all-linear" else []
-    if shape is not None and unknown:
-        yield f"lora_targets={targets}: {unknown[0]!r} is no layer of this model; it has {', '.join(LINEAR_LAYERS)}"
-    if shape is not None and learning["seq_len"] > shape.max_position_embeddings:
-        yield f"seq_len={learning['seq_len']} is longer than the model's {shape.max_position_embeddings} positions"
+    named = [t.strip() for t in targets.split(",")] if targets != "all-linear" else []
+    unknown = [t for t in named if t.rsplit(".", 1)[-1] not in ADAPTABLE]  # as peft: a name, or the end of a path
+    if context.shape is not None and unknown:
+        yield f"lora_targets={targets}: {unknown[0]!r} is no layer of this model; it has {', '.join(ADAPTABLE)}"
+    if context.positions is not None and learning["seq_len"] > context.positions:
+        yield f"seq_len={learning['seq_len']} is longer than the model's {context.positions} positions"

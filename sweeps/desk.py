@@ -67,7 +67,7 @@ class SweepDesk:
 
     # -- the launcher's side ------------------------------------------------------------------------------------
 
-    def next(self, free_workers: int | None) -> Job | Ask:
+    def next(self, free_workers: int) -> Job | Ask:
         signals.check()
         if self._reference is not None:
             return Ask.WAIT  # every later trial needs the target that this one sets
@@ -79,7 +79,7 @@ class SweepDesk:
             if answer is Ask.FINISHED and not self._running:
                 self.why = self.why or "every legal candidate was tried"
             return answer if not self._running else Ask.WAIT
-        if free_workers is not None and answer.num_workers > free_workers:
+        if answer.num_workers > free_workers:
             self._waiting = answer  # keeps its place: smaller trials do not overtake it
             return Ask.WAIT
         return self._start(answer)
@@ -111,12 +111,16 @@ class SweepDesk:
         """Return how many trials may still start."""
         left = len(self.searcher.untried)
         limit = self.spec.budget.trials
-        return left if limit is None else max(0, min(left, limit - len(self.journal.outcomes)))
+        return left if limit is None else max(0, min(left, limit - self._finished))
 
     @property
     def failing(self) -> bool:
         """Tell whether the trials of this process all fail alike."""
         return repeats_itself(self.journal.outcomes[self._resumed :])
+
+    @property
+    def _finished(self) -> int:
+        return sum(not o.cut_short for o in self.journal.outcomes)
 
     def _spent(self) -> bool:
         budget, outcomes = self.spec.budget, self.journal.outcomes
@@ -124,7 +128,7 @@ class SweepDesk:
         failure = outcomes[-1].reason if outcomes else ""
         reasons = {
             f"budget.trials={budget.trials} is spent": budget.trials is not None
-            and len(outcomes) + len(self._running) >= budget.trials,
+            and self._finished + len(self._running) >= budget.trials,
             f"budget.minutes={budget.minutes} is spent": self.should_stop(),
             f"budget.gpu_hours={budget.gpu_hours} is spent": budget.gpu_hours is not None and hours >= budget.gpu_hours,
             "the base model already meets target_eval_loss; give a lower one": met_by_the_base(outcomes[-1:]),
@@ -138,12 +142,10 @@ class SweepDesk:
     # -- one trial ----------------------------------------------------------------------------------------------
 
     def _start(self, candidate: Candidate) -> Job:
-        # After the highest: with trials side by side an interrupt leaves gaps, and an id is never given twice.
-        taken = [int(trial) for trial in (*(o.trial_id for o in self.journal.outcomes), *self._running)]
-        number = max(taken, default=-1) + 1
+        trial_id, attempt = self._next_attempt(candidate)
         job = Job(
-            f"{number:03d}",
-            1,
+            trial_id,
+            attempt,
             candidate.id,
             candidate.num_workers,
             int(candidate.learning["seq_len"]),
@@ -155,6 +157,15 @@ class SweepDesk:
             self._reference = job.trial_id
         self.screen.started(job, candidate)
         return job
+
+    def _next_attempt(self, candidate: Candidate) -> tuple[str, int]:
+        """Return trial id and attempt of a candidate's next trial: a new id, unless its trial was cut short."""
+        cut_short = [o for o in self.journal.outcomes if o.candidate_id == candidate.id and o.cut_short]
+        if cut_short:
+            return cut_short[-1].trial_id, cut_short[-1].attempt + 1
+        # After the highest: with trials side by side an interrupt leaves gaps, and an id is never given twice.
+        taken = [int(trial) for trial in (*(o.trial_id for o in self.journal.outcomes), *self._running)]
+        return f"{max(taken, default=-1) + 1:03d}", 1
 
     def _outcome(self, job: Job, candidate: Candidate, ending: Ending, measured: TrialResult | None) -> TrialOutcome:
         known: dict[str, Any] = {
@@ -217,7 +228,7 @@ class SweepDesk:
 
     def _derive_target(self, outcome: TrialOutcome) -> None:
         """Without a target in the spec, the first trial that learns sets it for all."""
-        if self.target is not None or self._references_tried >= REFERENCE_TRIES:
+        if self.target is not None or self._references_tried >= REFERENCE_TRIES or outcome.cut_short:
             return
         self._references_tried += 1
         measured = outcome.measured

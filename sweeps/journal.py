@@ -45,11 +45,11 @@ class Journal:
             except FileExistsError:
                 n += 1
         (folder / "spec.yaml").write_text(space.to_yaml(spec), encoding="utf-8")
-        return Journal(folder)
+        return Journal(folder).open()
 
     @staticmethod
     def find(name: str, runs: Path) -> Journal:
-        """Open the sweep `name`, or the newest one for "latest", with its outcomes."""
+        """Return the sweep `name`, or the newest one for "latest", not opened yet."""
         found = sorted((p.parent for p in runs.glob("*/spec.yaml")), key=lambda p: (p / "spec.yaml").stat().st_mtime)
         if not found:
             raise UserError(f"resume={name}: there are no sweeps in {runs}")
@@ -59,17 +59,28 @@ class Journal:
                 f"resume={name}: no such sweep in {runs}{did_you_mean(name, names)}; "
                 f"there are: {', '.join(sorted(names))}"
             )
-        journal = Journal(found[-1] if name == "latest" else names[name])
-        journal.outcomes = journal.read()
-        return journal
+        return Journal(found[-1] if name == "latest" else names[name])
 
-    def lock(self) -> None:
-        """Make this process the only one that runs the sweep, until it ends. Raises UserError if another one does."""
+    def open(self) -> Journal:
+        """Make this process the only one that runs the sweep, and read its outcomes.
+
+        A line that was cut off by a crash is dropped from the file. Raises UserError if another process runs the sweep.
+        """
         self._lock = (self.folder / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{self.sweep_id} is being run by another process; wait for it, or stop it first") from None
+        if self.trials.is_file():
+            whole = self.trials.read_bytes().rfind(b"\n") + 1
+            os.truncate(self.trials, whole)
+        self.outcomes = self.read()
+        return self
+
+    def close(self) -> None:
+        """Let another process run the sweep."""
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def trials(self) -> Path:
@@ -90,14 +101,9 @@ class Journal:
         self.outcomes.append(outcome)
 
     def read(self) -> list[TrialOutcome]:
-        """Return the outcomes of the file; a line that was cut off by a crash is dropped from the file."""
-        if not self.trials.is_file():
-            return []
-        text = self.trials.read_bytes()
+        """Return the outcomes of the file, without a last line that is not whole."""
+        text = self.trials.read_bytes() if self.trials.is_file() else b""
         whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            with self.trials.open("r+b") as file:
-                file.truncate(len(whole))
         outcomes = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
@@ -123,12 +129,16 @@ class Journal:
             )
             for c in candidates
         ]
-        (self.folder / "candidates.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._write("candidates.jsonl", "\n".join(lines) + "\n")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write a JSON file of the folder; it appears whole or not at all."""
+        """Write a JSON file of the folder."""
+        self._write(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of the folder; it appears whole or not at all."""
         partial = self.folder / f".{name}.{time.time_ns()}"
-        partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(self.folder / name)
 
 

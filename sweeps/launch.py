@@ -30,6 +30,7 @@ from trainers.prepare import TrialData
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "sweep"
+BOARD_TIMEOUT_S = 10.0
 
 # Read by Ray when it is imported or started. Not for looks: by default a report takes 2 s to be seen, a trial's end
 # up to 4 s, and helper processes are started that a sweep has no use for (design: facts about Ray 2.60).
@@ -78,11 +79,18 @@ class RayLauncher(Launcher):
         detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {backend}"
         return Cluster(device, workers, detail)
 
-    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
-        with quiet(log), tempfile.TemporaryDirectory(prefix="sweep-tune-") as storage:
-            self._connect()
-            import ray
+    def start(self) -> None:
+        self._connect()
 
+    def stop(self) -> None:
+        import ray
+
+        ray.shutdown()  # of an existing cluster: only leaves it
+
+    def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
+        import ray
+
+        with quiet(log), tempfile.TemporaryDirectory(prefix="sweep-tune-") as storage:
             # Given once, by reference: arrays in a closure or config would be copied with every trial.
             stored = {seq_len: ray.put(tokens) for seq_len, tokens in data.items()}
             name = f"board-{os.getpid()}-{time.time_ns()}"
@@ -94,7 +102,6 @@ class RayLauncher(Launcher):
             finally:
                 watcher.close()
                 ray.kill(board)
-                ray.shutdown()  # of an existing cluster: only leaves it
 
     def _tune(self, desk: Desk, stored: Mapping[int, Any], board: str, storage: str) -> None:
         from ray import tune
@@ -258,10 +265,11 @@ class Watcher:
 
         while not self._closed.wait(0.5):
             try:
-                for trial_id, facts in ray.get(self._board.read.remote(self._desk.should_stop())).items():
-                    self._desk.progress(trial_id, facts)
+                news = ray.get(self._board.read.remote(self._desk.should_stop()), timeout=BOARD_TIMEOUT_S)
             except ray.exceptions.RayError:
-                return  # the cluster is going down; the trial's ending will tell
+                continue  # a busy cluster, or one that is going down: then the trial's ending will tell
+            for trial_id, facts in news.items():
+                self._desk.progress(trial_id, facts)
 
     def close(self) -> None:
         self._closed.set()

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from sweeps.candidates import Cluster
 from sweeps.search import Ask
@@ -21,7 +21,7 @@ from trainers.prepare import TrialData
 class Desk(Protocol):
     """Who hands out trials and takes their endings: the sweep."""
 
-    def next(self, free_workers: int | None) -> Job | Ask:
+    def next(self, free_workers: int) -> Job | Ask:
         """Return a job that needs at most `free_workers`, WAIT, or FINISHED."""
 
     def finish(self, job: Job, ending: Ending) -> None: ...
@@ -32,11 +32,25 @@ class Desk(Protocol):
 
 
 class Launcher(ABC):
-    """Runs the jobs that a desk hands out, until it has no more."""
+    """Runs the jobs that a desk hands out, until it has no more. A context: what it started ends with it."""
 
     @abstractmethod
     def cluster(self) -> Cluster:
         """Return what there is to run on. Raises UserError when the cluster cannot be reached."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Make ready to run. Raises UserError where that cannot be."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End what was started, if anything was."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @abstractmethod
     def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
@@ -56,6 +70,12 @@ class InlineLauncher(Launcher):
         if device == "cuda" and resolve_device("auto") != "cuda":
             raise UserError("device=cuda: this process sees no CUDA device; use device=cpu")
         return Cluster(device, 1, f"this process, {device}")
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def stop(self) -> None:
+        """There is nothing to end."""
 
     def run(self, desk: Desk, data: Mapping[int, TrialData], log: Path) -> None:
         import torch

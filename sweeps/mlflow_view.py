@@ -230,6 +230,13 @@ def _figure(value: float | None) -> str:
 # -- the sweep ----------------------------------------------------------------------------------------------------
 
 
+def without_secrets(spec: SweepSpec) -> SweepSpec:
+    """Return the spec with the values of environment variables hidden whose names speak of a secret."""
+    secret = ("token", "key", "secret", "password", "credential")
+    hidden = {n: "(hidden)" if any(word in n.lower() for word in secret) else v for n, v in spec.env.items()}
+    return spec.model_copy(update={"env": hidden})
+
+
 def space_hash(spec: SweepSpec) -> str:
     """Return what tells two spaces apart: a hash of the spec without budget, folder and label."""
     tree = spec.model_dump(mode="json", exclude={"budget", "runs_dir", "run_name"})

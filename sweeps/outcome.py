@@ -60,6 +60,11 @@ class TrialOutcome(Frozen):
     model_config = ConfigDict(populate_by_name=True)
 
     @property
+    def cut_short(self) -> bool:
+        """Tell whether the sweep's time ended the trial: a resumed sweep runs it again, as its next attempt."""
+        return self.status == "STOPPED" and self.reason_kind == "budget"
+
+    @property
     def wall_s(self) -> float:
         return self.ended_at - self.started_at
 

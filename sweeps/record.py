@@ -18,6 +18,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from sweeps import mlflow_view as view
+from sweeps import space
 from sweeps.mlflow_store import Artifacts, Store, brief, is_refusal, outages
 from sweeps.mlflow_store import tracking_uri as tracking_uri
 from sweeps.outcome import TrialOutcome
@@ -32,7 +33,7 @@ Status = Literal["FINISHED", "KILLED", "FAILED"]
 # with the frontier. The tag `frontier` is what tells.
 LEFT_FRONTIER = 9999
 SLOW_S, PAUSE_S = 2.0, 60.0  # after an outage that took so long to notice, the next trials wait so long to be sent
-FILES = ("spec.yaml", "trials.jsonl", "frontier.json", "candidates.jsonl", "frontier")
+FILES = ("trials.jsonl", "frontier.json", "candidates.jsonl", "frontier")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Recorder:
         self._refused: set[Key] = set()
         self._ending: _Ending | None = None
         self._outage, self._paused_until = "", 0.0
-        self._reference_point: Sequence[float] | None = None
 
     # -- what the sweep calls -------------------------------------------------------------------------------------
 
@@ -99,9 +99,8 @@ class Recorder:
         """Make sure that the store answers and holds the experiment. Raises UserError, before anything is launched."""
         self._store.check()
 
-    def open(self, reference_point: Sequence[float] | None) -> None:
+    def open(self) -> None:
         """Find or make the sweep's run, and end the runs of sweeps whose process is gone."""
-        self._reference_point = reference_point
         with self._outage_noted():
             self._attach()
             self.reconcile()
@@ -203,9 +202,8 @@ class Recorder:
     def _describe(self) -> None:
         """Log what the sweep is. Params cannot change: a resume with other ones is told, not overwritten."""
         spec = self.spec
-        reference = list(self._reference_point) if self._reference_point else "10 % worse than the worst trial"
         params = {"space": spec.space, "searcher": spec.searcher, "seed": view.text(spec.seed)}
-        params["reference_point"] = view.text(reference)
+        params["reference_point"] = "10 % worse than the worst trial"
         tags = {
             "sweep.space": spec.space,
             "sweep.space_hash": view.space_hash(spec),
@@ -296,6 +294,7 @@ class Recorder:
         }
         self._store.log(self._run_id, tags=tags)
         self._artifacts.send(self._run_id, *(path for name in FILES if (path := self.folder / name).exists()))
+        self._artifacts.send_texts(self._run_id, {"spec.yaml": space.to_yaml(view.without_secrets(self.spec))})
         self._store.client.set_terminated(self._run_id, ending.status)
 
     def _mark_frontier(self, ending: _Ending) -> None:

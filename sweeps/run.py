@@ -61,11 +61,24 @@ def run(spec: SweepSpec, journal: Journal | None) -> int:
         report = run_sweep(spec, screen, journal)
     finally:
         screen.close()
-    runs = "" if Path(spec.runs_dir) == Path.cwd() / "runs" else f" runs_dir={shlex.quote(spec.runs_dir)}"
-    print_report(report, f"python {shlex.quote(sys.argv[0])}{runs}")
+    print_report(report, resume_command(report.sweep_id, report.folder, spec, report.spent))
     if report.ended == "interrupted":
         return EXIT_INTERRUPTED
     return EXIT_FAILED if report.outcomes and not any(o.status == "COMPLETED" for o in report.outcomes) else 0
+
+
+def resume_command(sweep_id: str, folder: Path, spec: SweepSpec, spent: str | None) -> str:
+    """Return the command that goes on with a sweep, with what was changed for it; a budget that is spent is asked for.
+
+    `spent`: the key of that budget.
+    """
+    before, now = (flat(s) for s in (space.validate(Journal(folder).spec_tree(), Path.cwd(), {}), spec))
+    words = ["python", sys.argv[0]]
+    if folder.parent != Path.cwd() / "runs":
+        words.append(f"runs_dir={folder.parent}")
+    words.append(f"resume={sweep_id}")
+    words += [f"{k}={'null' if now[k] is None else now[k]}" for k in RESUMABLE if now[k] != before[k] and k != spent]
+    return shlex.join(words) + (f" {spent}=…" if spent else "")
 
 
 def read_command(arguments: Sequence[str]) -> tuple[SweepSpec, Journal | None]:
@@ -85,7 +98,7 @@ def read_command(arguments: Sequence[str]) -> tuple[SweepSpec, Journal | None]:
 def read_resumed(resume: str, name: str | None, overrides: Mapping[str, Any]) -> tuple[SweepSpec, Journal]:
     """Return the spec that a sweep was started with, with what may change changed, and its journal."""
     runs = Path(str(overrides.get("runs_dir", "runs"))).expanduser().resolve()
-    journal = Journal.find(resume, runs)
+    journal = Journal.find(resume, runs).open()
     tree = journal.spec_tree()
     if name is not None and name not in (tree["space"], f"{tree['space']}.yaml") and Path(name).stem != tree["space"]:
         raise UserError(f"resume={resume}: {journal.sweep_id} is a sweep of space={tree['space']}, not of {name}")

@@ -128,15 +128,15 @@ class TerminalScreen:
         ended = [r["ended"] - r["since"] for r in rows if "ended" in r]
         text = f"{len(ended)}/{self._to_run} trials, {clock(elapsed)}"
         if ended and len(ended) < self._to_run:
-            left = sum(ended) / len(ended) * (self._to_run - len(ended))
-            running = sum(time.time() - r["since"] for r in rows if "ended" not in r)
-            text += f", about {clock(max(left - running, 0))} left"
+            running = [time.time() - r["since"] for r in rows if "ended" not in r]
+            left = sum(ended) / len(ended) * (self._to_run - len(ended)) - sum(running)
+            text += f", about {clock(max(left / max(len(running), 1), 0))} left"
         if self._spec.budget.minutes is not None:
             text += f" of {self._spec.budget.minutes:g} min"
         return text
 
 
-def print_report(report: Report, command: str) -> None:
+def print_report(report: Report, resume_command: str) -> None:
     """Print how the sweep ended: frontier, failures, untried, and the commands to go on with."""
     console = Console(highlight=False)
     if console.width < 100 and not console.is_terminal:
@@ -150,8 +150,7 @@ def print_report(report: Report, command: str) -> None:
     plural = "" if len(report.outcomes) == 1 else "s"
     console.print(f"{len(report.outcomes)} trial{plural}: {report.why}{untried}")
     if report.ended in ("interrupted", "budget", "failing"):
-        more = "" if report.ended == "interrupted" else " budget.trials=…" if "budget.trials" in report.why else ""
-        console.print(f"go on:    {command} {shlex.quote(f'resume={report.sweep_id}')}{more}", soft_wrap=True)
+        console.print(f"go on:    {resume_command}", soft_wrap=True)
     console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
     if report.ui_command:
         console.print(f"compare:  {report.ui_command}", soft_wrap=True)

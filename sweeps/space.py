@@ -23,6 +23,17 @@ from trainers.prepare import locate_data
 SPACES = Path(__file__).resolve().parent.parent / "search_spaces"
 
 
+# The beginning of a pydantic error's type to what a person is told.
+PLAIN_WORDS = {
+    "int_": "expected a whole number",
+    "float_": "expected a number",
+    "finite_": "expected a finite number",
+    "bool_": "expected true or false",
+    "string_type": "expected text",
+    "too_short": "give at least one value",
+}
+
+
 def shipped() -> dict[str, Path]:
     """Return the spaces that ship, by name."""
     return {path.stem: path for path in sorted(SPACES.glob("*.yaml"))}
@@ -128,14 +139,12 @@ def validate(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> S
     except ValidationError as error:
         faults += faults_of(error)
     faults += _registry_faults(tree)
-    if faults or spec is None:
-        raise UserError(faults)
     changes = {}
     for key in ("model", "data", "eval_data", "cluster", "runs_dir"):
-        value = getattr(spec, key)
-        if value is not None:
+        value = getattr(spec, key) if spec is not None else tree.get(key)
+        if isinstance(value, str):  # of another type: told above
             changes[key] = _absolute(key, value, Path.cwd() if key in given or key == "runs_dir" else base, faults)
-    if faults:
+    if faults or spec is None:
         raise UserError(faults)
     return spec.model_copy(update=changes)
 
@@ -166,7 +175,8 @@ def describe(error: Mapping[str, Any], known: Collection[str] | None = None) -> 
     if error["type"] in ("model_type", "dict_type"):
         return f"{path}={_text(value)}: expected keys and values"
     message = str(error["msg"]).removeprefix("Input ")
-    return f"{path}={_text(value)}: {message[:1].lower()}{message[1:]}"
+    expected = next((words for kind, words in PLAIN_WORDS.items() if str(error["type"]).startswith(kind)), None)
+    return f"{path}={_text(value)}: {expected or message[:1].lower() + message[1:]}"
 
 
 def to_yaml(spec: SweepSpec) -> str:

@@ -12,9 +12,9 @@ from sweeps.candidates import (
     Candidate,
     Cluster,
     Context,
+    data_tree,
     enumerate_candidates,
     pruned_rules,
-    trial_config,
 )
 from sweeps.clusters import price_per_gpu_hour
 from sweeps.desk import Screen, SweepDesk
@@ -27,10 +27,19 @@ from sweeps.record import Recorder
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
 from trainers import model
+from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
 from trainers.prepare import TrialData, prepare
 
 T = TypeVar("T")
+Ended = Literal["complete", "budget", "failing", "interrupted", "broken"]
+MLFLOW_STATUS: dict[Ended, Literal["FINISHED", "KILLED", "FAILED"]] = {
+    "complete": "FINISHED",
+    "budget": "FINISHED",
+    "failing": "FAILED",
+    "interrupted": "KILLED",
+    "broken": "FAILED",
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,9 @@ class Report:
     outcomes: tuple[TrialOutcome, ...]
     frontier: Frontier
     target: float | None
-    ended: Literal["complete", "budget", "failing", "interrupted"]
+    ended: Ended
     why: str
+    spent: str | None  # the key of the budget that ended it and will not renew itself
     untried: int
     warnings: tuple[str, ...]
     url: str
@@ -63,7 +73,7 @@ class Faults:
         try:
             return check()
         except UserError as error:
-            self._found += error.faults
+            self._found += [fault for fault in error.faults if fault not in self._found]
             return None
 
     def raise_any(self) -> None:
@@ -73,60 +83,71 @@ class Faults:
 
 def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -> Report:
     """Run or continue a sweep. Raises UserError, with every fault, before anything is launched or written."""
-    # 1. What there is to run on, and what may run there.
-    launcher = make_launcher(spec)
-    cluster = launcher.cluster()
-    screen.note(cluster.description)
+    with make_launcher(spec) as launcher:
+        # 1. What there is to run on, and what may run there.
+        cluster = launcher.cluster()
+        screen.note(cluster.description)
 
-    # 2. Everything that could be wrong, before the first write; the store last, since looking at it creates it.
-    faults = Faults()
-    candidates = faults.of(lambda: legal_candidates(spec, cluster)) or []
-    legal = [c for c in candidates if c.legal]
-    faults.of(lambda: check_writable(Path(spec.runs_dir)))
-    price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
-    data = faults.of(lambda: tokenise(spec, legal, cluster.device, screen)) or {}
-    faults.raise_any()
-    Recorder(spec, "", Path(spec.runs_dir)).check()
+        # 2. Everything that could be wrong, before the first write; the store last, since looking at it creates it.
+        faults = Faults()
+        candidates = faults.of(lambda: enumerate_space(spec, cluster)) or []
+        legal = faults.of(lambda: legal_of(candidates)) or []
+        faults.of(lambda: check_writable(Path(spec.runs_dir)))
+        price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
+        data = faults.of(lambda: tokenise(spec, screen)) or {}
+        faults.raise_any()
+        launcher.start()
+        Recorder(spec, "", Path(spec.runs_dir)).check()
 
-    # 3. The journal is the truth; MLflow and the searcher are told from it.
-    journal = resumed or Journal.create(spec)
-    journal.lock()
-    recorder = Recorder(spec, journal.sweep_id, journal.folder)
-    recorder.open(None)
-    recorder.sync(journal.outcomes)
-    searcher = SEARCHERS[spec.searcher](legal, [OBJECTIVES[name] for name in spec.objectives], spec.seed)
-    for outcome in journal.outcomes:
-        searcher.tell(outcome)
+        # 3. The journal is the truth; MLflow and the searcher are told from it.
+        journal = resumed or Journal.create(spec)
+        journal.write_candidates(candidates, states(journal.outcomes))
+        recorder = Recorder(spec, journal.sweep_id, journal.folder)
+        searcher = SEARCHERS[spec.searcher](legal, [OBJECTIVES[name] for name in spec.objectives], spec.seed)
+        for outcome in journal.outcomes:
+            if not outcome.cut_short:
+                searcher.tell(outcome)
+        desk = SweepDesk(spec, searcher, journal, recorder, screen, cluster, cost.Prices.of(spec, price))
 
-    # 4. Trial after trial, until the space or the budget is spent.
-    desk = SweepDesk(spec, searcher, journal, recorder, screen, cluster, cost.Prices.of(spec, price))
-    screen.planned(candidates, desk.trials_left())
-    interrupted = False
-    try:
-        if desk.trials_left():
-            launcher.run(desk, data, journal.folder / "ray.log")
-        else:
-            desk.next(0)  # nothing may start: says why
-    except KeyboardInterrupt:
-        interrupted = True
+        # 4. Trial after trial, until the space or the budget is spent; whatever ends it, what there is gets concluded.
+        stopped: BaseException | None = None
+        try:
+            recorder.open()
+            recorder.sync(journal.outcomes)
+            screen.planned(candidates, desk.trials_left())
+            if desk.trials_left():
+                launcher.run(desk, data, journal.folder / "ray.log")
+            else:
+                desk.next(0)  # nothing may start: says why
+        except (KeyboardInterrupt, Exception) as error:
+            stopped = error
 
-    # 5. The trade-off, written down.
-    return conclude(desk, candidates, interrupted)
+        # 5. The trade-off, written down.
+        report = conclude(desk, candidates, stopped)
+        if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+            raise stopped
+        return report
 
 
-def legal_candidates(spec: SweepSpec, cluster: Cluster) -> list[Candidate]:
-    """Enumerate the space; refuse what the cluster cannot hold, and a space in which nothing is legal."""
+def enumerate_space(spec: SweepSpec, cluster: Cluster) -> list[Candidate]:
+    """Enumerate the space; refuse what the cluster cannot hold."""
     widest = max(spec.system.values()["num_workers"])
     if spec.launcher == "ray" and widest > cluster.workers:
         raise UserError(too_wide(spec, cluster, widest))
     shape = model.shape(spec.model, spec.model_revision)
-    candidates = enumerate_candidates(spec, Context(cluster, shape, spec.launcher))
-    if not any(c.legal for c in candidates):
+    positions = model.max_positions(spec.model, spec.model_revision)
+    return enumerate_candidates(spec, Context(cluster, shape, positions, spec.launcher))
+
+
+def legal_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the legal candidates; refuse a space that has others only."""
+    legal = [c for c in candidates if c.legal]
+    if candidates and not legal:
         rules = "; ".join(
             f"{rule} ({n} of {len(candidates)} candidates)" for rule, n in pruned_rules(candidates).items()
         )
         raise UserError(f"no candidate of this space is legal: {rules}")
-    return candidates
+    return legal
 
 
 def too_wide(spec: SweepSpec, cluster: Cluster, widest: int) -> str:
@@ -144,50 +165,69 @@ def too_wide(spec: SweepSpec, cluster: Cluster, widest: int) -> str:
     )
 
 
-def tokenise(spec: SweepSpec, legal: Sequence[Candidate], device: str, screen: Screen) -> dict[int, TrialData]:
-    """Read and tokenise the data once for each seq_len of the space."""
+def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
+    """Read the data once, and return it for each seq_len of the space."""
     tokenizer = model.tokenizer(spec.model, spec.model_revision)
-    data: dict[int, TrialData] = {}
-    for candidate in legal:
-        seq_len = int(candidate.learning["seq_len"])
-        if seq_len not in data:
-            data[seq_len] = prepare(trial_config(spec, candidate, device), tokenizer)
-            for note in data[seq_len].notes:
-                screen.note(note)
+    lengths = list(dict.fromkeys(spec.learning.values()["seq_len"]))
+    data = prepare(from_tree(TrialConfig, data_tree(spec)), tokenizer, lengths)
+    for prepared in data.values():
+        for note in prepared.notes:
+            screen.note(note)
     return data
 
 
-def conclude(desk: SweepDesk, candidates: Sequence[Candidate], interrupted: bool) -> Report:
+def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseException | None) -> Report:
     """Compute the frontier, write it to the folder and to MLflow, and say how the sweep ended."""
-    spec, outcomes = desk.spec, desk.journal.outcomes
+    spec, journal = desk.spec, desk.journal
+    outcomes = list({o.trial_id: o for o in journal.outcomes}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
-    front = frontier({o.trial_id: o.metrics for o in outcomes if o.status == "COMPLETED"}, objectives)
-    desk.journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
-    desk.journal.write_candidates(candidates, {o.candidate_id: o.status for o in outcomes})
-    untried = len([c for c in candidates if c.legal]) - len({o.candidate_id for o in outcomes})
-    failing = desk.failing
-    ended: Literal["complete", "budget", "failing", "interrupted"] = (
-        "interrupted" if interrupted else "failing" if failing else "budget" if untried else "complete"
-    )
-    why = "interrupted" if interrupted else desk.why or "every legal candidate was tried"
+    simplest_first = sorted((o for o in outcomes if o.status == "COMPLETED"), key=simplicity)
+    front = frontier({o.trial_id: o.metrics for o in simplest_first}, objectives)
+    journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
+    journal.write_candidates(candidates, states(outcomes))
+    tried = {o.candidate_id for o in outcomes if not o.cut_short}
+    untried = sum(c.legal and c.id not in tried for c in candidates)
+    ended, why = ending(desk, stopped, untried)
     headline = f"{len(front.points)} configuration(s) on the frontier of {len(outcomes)} trials; {why}"
-    status: Literal["FINISHED", "KILLED", "FAILED"] = "KILLED" if interrupted else "FAILED" if failing else "FINISHED"
-    desk.recorder.close(outcomes, front, status, why, headline)
+    desk.recorder.close(journal.outcomes, front, MLFLOW_STATUS[ended], why, headline)
+    journal.close()
     return Report(
         spec,
-        desk.journal.sweep_id,
-        desk.journal.folder,
+        journal.sweep_id,
+        journal.folder,
         tuple(candidates),
         tuple(outcomes),
         front,
         desk.target,
         ended,
         why,
+        next((k for k in ("budget.trials", "budget.gpu_hours") if ended == "budget" and f"{k}=" in why), None),
         untried,
         tuple(warnings(outcomes) + desk.recorder.notes),
         desk.recorder.url(),
         desk.recorder.ui_command(),
     )
+
+
+def ending(desk: SweepDesk, stopped: BaseException | None, untried: int) -> tuple[Ended, str]:
+    """Return how and why a sweep ended."""
+    if isinstance(stopped, KeyboardInterrupt):
+        return "interrupted", "interrupted"
+    if stopped is not None:
+        return "broken", f"{type(stopped).__name__}: {stopped}".splitlines()[0]
+    why = desk.why or "every legal candidate was tried"
+    return ("failing" if desk.failing else "budget" if untried else "complete"), why
+
+
+def states(outcomes: Sequence[TrialOutcome]) -> dict[str, str]:
+    """Return what became of the candidates that ran: id to status."""
+    return {o.candidate_id: o.status for o in outcomes}
+
+
+def simplicity(outcome: TrialOutcome) -> tuple[int, int, str]:
+    """Sort key of configurations with equal figures: fewer dimensions of parallelism first, then fewer workers."""
+    dimensions = sum(int(outcome.config.get(degree) or 1) > 1 for degree in ("tp", "pp", "cp"))
+    return dimensions, outcome.num_workers, outcome.trial_id
 
 
 def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:

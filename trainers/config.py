@@ -75,7 +75,7 @@ class LearningConfig:
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "dtype of compute and of frozen weights; trained weights are kept in float32. "
-        "auto: bfloat16 on CUDA, float32 on CPU",
+        "auto: bfloat16 on CUDA, float32 on CPU, where bfloat16 is many times slower without its instructions",
     )
     seed: int = option(0, "seed of data order, adapter weights and dropout", at_least=0)
 
@@ -140,7 +140,10 @@ def from_tree(cls: type[T], tree: Any, path: str = "") -> T:
 
 def load(path: Path) -> TrialConfig:
     """Read a trial's YAML file."""
-    return from_tree(TrialConfig, yaml_text.read(path) or {})
+    tree = yaml_text.read(path)
+    if not tree:
+        raise UserError(f"{path} is empty; a config needs at least one key, such as model: embedded")
+    return from_tree(TrialConfig, tree)
 
 
 def to_tree(config: Any) -> dict[str, Any]:

@@ -58,6 +58,12 @@ def shape(name: str, revision: str | None = None) -> ModelShape | None:
     return ModelShape.from_hf_config(config, name) if known else None
 
 
+def max_positions(name: str, revision: str | None = None) -> int | None:
+    """Return the longest input, in tokens, that the model's position embeddings reach; None where it sets no limit."""
+    limit = getattr(hf_config(name, revision).get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with a pad token (the end token where the model defines none)."""
     if name == EMBEDDED:
@@ -102,6 +108,9 @@ def load(name: str, revision: str | None, learning: LearningConfig, attn: str, d
 
 def _reached(name: str, call: Any) -> Any:
     """Call transformers, and turn its many ways of not finding a model into one sentence."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # without a network each retry would be a line of its own
     try:
         return call()
     except (OSError, ValueError, KeyError) as error:

@@ -17,6 +17,8 @@ from trainers import ranks
 from trainers.job import run_rank
 from trainers.loop import Hooks
 
+BOARD_TIMEOUT_S = 10.0
+
 
 def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run one rank of a trial and return its result as plain data.
@@ -47,8 +49,12 @@ def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
 def _hooks(job: Mapping[str, Any]) -> Hooks:
     board = ray.get_actor(job["board"], namespace=job["namespace"])
     trial_id = job["trial_id"]
+
+    def should_stop() -> bool:
+        try:
+            return bool(ray.get(board.should_stop.remote(trial_id), timeout=BOARD_TIMEOUT_S))
+        except ray.exceptions.RayError:
+            return False  # a board that does not answer is no reason to lose the trial
+
     # Progress is sent and not waited for: a timer must never span a call to another process.
-    return Hooks(
-        progress=lambda facts: board.progress.remote(trial_id, dict(facts)),
-        should_stop=lambda: bool(ray.get(board.should_stop.remote(trial_id))),
-    )
+    return Hooks(progress=lambda facts: board.progress.remote(trial_id, dict(facts)), should_stop=should_stop)

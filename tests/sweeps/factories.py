@@ -26,9 +26,13 @@ def make_spec(tree: Mapping[str, Any] | None = None) -> SweepSpec:
 
 
 def make_context(
-    device: str = "cpu", workers: int = 8, shape: ModelShape | None = None, launcher: str = "ray"
+    device: str = "cpu",
+    workers: int = 8,
+    shape: ModelShape | None = None,
+    positions: int | None = None,
+    launcher: str = "ray",
 ) -> Context:
-    return Context(Cluster(device, workers, f"{workers} {device}"), shape, launcher)
+    return Context(Cluster(device, workers, f"{workers} {device}"), shape, positions, launcher)
 
 
 def make_candidates(tree: Mapping[str, Any] | None = None, context: Context | None = None) -> list[Candidate]:

@@ -18,13 +18,12 @@ from sweeps.candidates import (
     Candidate,
     enumerate_candidates,
     pruned_rules,
-    trial_config,
     trial_tree,
     varying,
 )
 from sweeps.spec import SweepSpec, axes
 from tests.sweeps.factories import CONDITIONAL, make_candidates, make_context, make_spec
-from trainers.config import LearningConfig, SystemConfig, to_tree
+from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree, to_tree
 from trainers.plan import Plan
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Option, Strategy
@@ -61,7 +60,7 @@ def test_a_conditional_axis_that_does_not_apply_is_absent() -> None:
         tree = trial_tree(spec, candidate, "cpu", None)
         assert LORA & set(candidate.flat) == expected
         assert LORA & set(tree["learning"]) == expected
-        assert LORA & set(to_tree(trial_config(spec, candidate, "cpu"))["learning"]) == expected
+        assert LORA & set(to_tree(from_tree(TrialConfig, tree))["learning"]) == expected
 
 
 class Zero(Strategy):
@@ -108,7 +107,7 @@ def test_zero_stage_exists_only_with_zero(zero_spec: Any) -> None:
     assert len(found) == 6
     for candidate in found:
         tree = trial_tree(spec, candidate, "cpu", None)
-        config = trial_config(spec, candidate, "cpu")
+        config = from_tree(TrialConfig, tree)
         is_zero = candidate.system["strategy"] == "zero"
         assert ("zero_stage" in candidate.flat, "zero_stage" in tree["system"]) == (is_zero, is_zero)
         assert config.system.options == ({"zero_stage": candidate.flat["zero_stage"]} if is_zero else {})
@@ -236,7 +235,8 @@ def test_the_trial_is_given_what_was_sampled() -> None:
             "system": {"micro_batch_size": "2"},
         }
     )
-    configs = [trial_config(spec, c, "cpu", target=1.5) for c in enumerate_candidates(spec, make_context())]
+    trees = [trial_tree(spec, c, "cpu", target=1.5) for c in enumerate_candidates(spec, make_context())]
+    configs = [from_tree(TrialConfig, tree) for tree in trees]
     assert [c.learning.learning_rate for c in configs] == [1e-5, 1e-2]
     for config in configs:
         assert (config.learning.lora_rank, config.system.micro_batch_size, config.eval_fraction) == (4, 2, 0.2)
@@ -262,6 +262,34 @@ def test_flash_attention_needs_its_package(installed: bool, monkeypatch: pytest.
     assert all("flash-attn, which is not installed" in reason for reason in only.reasons)
 
 
+def test_flash_attention_is_pruned_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    tree = {
+        "learning": {"param_dtype": ["bfloat16", "float32"]},
+        "system": {"attn_implementation": "flash_attention_2"},
+    }
+    found = make_candidates(tree, make_context("cuda"))
+    assert [c.legal for c in found] == [True, False]
+    assert "not with param_dtype=float32" in found[1].reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("targets", "unknown"),
+    [
+        ("all-linear", None),
+        ("q_proj, v_proj", None),
+        ("self_attn.q_proj,lm_head", None),
+        ("q_proj,c_attn", "'c_attn'"),
+        ("mlp.qproj", "'mlp.qproj'"),
+    ],
+)
+def test_lora_targets_are_layers_of_the_model(targets: str, unknown: str | None) -> None:
+    (only,) = make_candidates({"learning": {"lora_targets": targets}}, make_context(shape=shape(512)))
+    assert only.legal == (unknown is None)
+    if unknown:
+        assert unknown in only.reasons[0]
+
+
 def shape(positions: int) -> ModelShape:
     return ModelShape(
         name="tiny",
@@ -280,7 +308,7 @@ def shape(positions: int) -> ModelShape:
 
 def test_a_sequence_longer_than_the_model_is_pruned() -> None:
     tree = {"learning": {"seq_len": ["512", "513"]}}
-    found = make_candidates(tree, make_context(shape=shape(512)))
+    found = make_candidates(tree, make_context(positions=512))
     assert [c.legal for c in found] == [True, False]
     assert found[1].reasons == ("seq_len=513 is longer than the model's 512 positions",)
 
@@ -296,7 +324,7 @@ def test_every_rule_is_told_at_once() -> None:
         "learning": {"seq_len": "1024", "global_batch_size": "5"},
         "system": {"num_workers": "2", "attn_implementation": "flash_attention_2"},
     }
-    (only,) = make_candidates(tree, make_context(shape=shape(512), launcher="inline"))
+    (only,) = make_candidates(tree, make_context(positions=512, launcher="inline"))
     assert len(only.reasons) == 4
     assert pruned_rules([only, only]) == dict.fromkeys(only.reasons, 2)
 

@@ -37,7 +37,8 @@ def desk_after(outcomes: list[TrialOutcome], folder: Path) -> SweepDesk:
     journal.outcomes = list(outcomes)
     searcher = SEARCHERS["grid"](candidates, [OBJECTIVES["peak_memory_gib"]], 0)
     for outcome in outcomes:
-        searcher.tell(outcome)
+        if not outcome.cut_short:
+            searcher.tell(outcome)
     cluster = Cluster("cpu", 4, "")
     return SweepDesk(spec, searcher, journal, NoRecorder(), SilentScreen(), cluster, cost.Prices(1.0))  # type: ignore[arg-type]
 
@@ -47,6 +48,19 @@ def test_an_id_is_never_given_twice(tmp_path: Path) -> None:
     desk = desk_after([failed("001", "c1")], tmp_path)
     jobs = [desk.next(4), desk.next(4)]
     assert [job.trial_id for job in jobs if isinstance(job, Job)] == ["002", "003"]
+
+
+def cut_short(trial_id: str, candidate_id: str) -> TrialOutcome:
+    more = {"status": "STOPPED", "reason_kind": "budget", "reason": "the sweep's time was over"}
+    return failed(trial_id, candidate_id).model_copy(update=more)
+
+
+def test_a_trial_that_the_sweeps_time_cut_short_runs_again(tmp_path: Path) -> None:
+    """In its place of the order and under its id, as the next attempt; then the order goes on."""
+    desk = desk_after([failed("000", "c0"), cut_short("001", "c1"), cut_short("001", "c1")], tmp_path)
+    assert desk.trials_left() == 5
+    jobs = [job for job in (desk.next(4), desk.next(4)) if isinstance(job, Job)]
+    assert [(job.trial_id, job.attempt, job.candidate_id) for job in jobs] == [("001", 2, "c1"), ("002", 1, "c2")]
 
 
 def test_what_failed_before_a_resume_does_not_end_it(tmp_path: Path) -> None:

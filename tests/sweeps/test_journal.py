@@ -80,7 +80,10 @@ def test_a_line_that_was_cut_off_is_dropped(journal: Journal) -> None:
     journal.append(first)
     whole = journal.trials.read_bytes()
     journal.trials.write_bytes(whole + second.to_line().encode()[:-20])
-    resumed = Journal(journal.folder)
+    assert Journal(journal.folder).read() == [first]
+    assert journal.trials.read_bytes() != whole  # reading changes nothing: the file may be another process's
+    journal.close()
+    resumed = Journal(journal.folder).open()
     assert resumed.read() == [first]
     assert journal.trials.read_bytes() == whole
     resumed.append(second)  # on a line of its own
@@ -129,7 +132,8 @@ def test_find(tmp_path: Path) -> None:
 
 def test_found_with_its_outcomes(journal: Journal) -> None:
     journal.append(make_outcome())
-    assert Journal.find("latest", journal.folder.parent).outcomes == [make_outcome()]
+    journal.close()
+    assert Journal.find("latest", journal.folder.parent).open().outcomes == [make_outcome()]
 
 
 def test_find_where_there_is_none(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_json_appears_whole_or_not_at_all(journal: Journal, monkeypatch: pytest.
     with pytest.raises(ValueError, match="not JSON compliant"):
         journal.write_json("frontier.json", {"n": math.nan})
     assert json.loads(target.read_text(encoding="utf-8")) == {"n": 2}
-    assert sorted(p.name for p in journal.folder.iterdir()) == ["frontier.json", "spec.yaml"]
+    assert sorted(p.name for p in journal.folder.iterdir()) == [".lock", "frontier.json", "spec.yaml"]
 
 
 def test_candidates_are_written_with_their_states(journal: Journal) -> None:

@@ -96,7 +96,7 @@ class Store:
     def recorder(self, spec: SweepSpec = SPEC, sweep: str = SWEEP, folder: Path | None = None) -> Recorder:
         made = Recorder(spec, sweep, folder or self.folder / "runs" / sweep)
         made.check()
-        made.open(None)
+        made.open()
         assert made.notes == []
         return made
 
@@ -232,6 +232,19 @@ def test_the_sweep_in_full(store: Store) -> None:
     assert f"viewStateShareKey={SWEEP}" in url
     assert "workflowType=machine_learning" in url
     assert recorder.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{store.folder}/mlflow.db"
+
+
+def test_secrets_of_the_environment_stay_at_home(store: Store) -> None:
+    spec = SPEC.model_copy(update={"env": {"HF_TOKEN": "hf_abc", "NCCL_DEBUG": "INFO"}})
+    trial = outcome(0)
+    store.journal([trial])
+    recorder = store.recorder(spec)
+    recorder.record(trial)
+    recorder.close([trial], front([trial]), "FINISHED", "", "")
+    (parent,) = store.runs("sweep")
+    sent = store.artifact(parent, "spec.yaml")
+    assert "hf_abc" not in sent
+    assert "NCCL_DEBUG: INFO" in sent
 
 
 def test_a_trial_that_left_the_frontier_sorts_behind_it(store: Store) -> None:
@@ -401,7 +414,7 @@ def test_drift_is_told_not_overwritten(store: Store) -> None:
     store.recorder().record(outcome(0))
     other = Recorder(SPEC.model_copy(update={"seed": 7}), SWEEP, store.folder / "runs" / SWEEP)
     other.check()
-    other.open(None)
+    other.open()
     other.record(outcome(0, candidate_id="another", config={"learning_rate": 3e-4}))
     (run,), (parent,) = store.runs("trial"), store.runs("sweep")
     assert run.data.params["learning_rate"] == "0.0001"
@@ -622,7 +635,7 @@ def test_artifacts_that_cannot_be_uploaded(store: Store) -> None:
     (store.folder / "mlruns").write_text("a file, where the artifacts' folder should be")
     recorder = Recorder(SPEC, SWEEP, store.folder / "runs" / SWEEP)
     recorder.check()
-    recorder.open(None)
+    recorder.open()
     recorder.record(outcome(0))
     recorder.close([outcome(0)], front([outcome(0)]), "FINISHED", "done", "1")
     (run,), (parent,) = store.runs("trial"), store.runs("sweep")

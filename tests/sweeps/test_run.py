@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,10 @@ SMALL = [
             ["learning.learning_rate=fast", "did you mean grid?", "did you mean system.num_workers?"],
         ),
         (["space=lora_small", "data=nothing.jsonl"], ["data not found: nothing.jsonl"]),
-        (["space=lora_small", "model=./nothing"], ["model=./nothing: no such folder"]),
+        (
+            ["space=lora_small", "model=./nothing", "budget.trails=3"],
+            ["model=./nothing: no such folder", "did you mean budget.trials?"],
+        ),
         (["space=lora_small", "cluster=h100x9"], ["cluster=h100x9: unknown (did you mean h100x8?)"]),
         (["space=lora_small", "model="], ["model= has no value"]),
         (["space=lora_small", "device=cuda", "launcher=inline"], ["device=cuda: this process sees no CUDA device"]),
@@ -108,10 +112,14 @@ def test_run_then_resume(
     assert "mlflow ui --backend-store-uri" in shown
     assert "resume=lora_small-" in shown
     assert run.main(["resume=latest", "budget.trials=2"]) == 0
-    assert len(Journal.find("latest", tmp_path / "runs").outcomes) == 2
+    assert len(Journal.find("latest", tmp_path / "runs").read()) == 2
     capsys.readouterr()
     assert run.main(["resume=latest"]) == 0  # nothing is left: it says so, and keeps what there is
     assert "every legal candidate was tried" in capsys.readouterr().out
+    assert run.main(["resume=latest", "budget.trials=1", "budget.minutes=9"]) == 0
+    shown = capsys.readouterr().out
+    assert "budget.trials=1 is spent" in shown
+    assert re.search(r"go on: .* resume=lora_small-\d+-1 budget\.minutes=9\.0 budget\.trials=…", shown)
     assert run.main(["resume=latest", "learning.learning_rate=0.5"]) == 2
     assert "learning.learning_rate" in capsys.readouterr().err
     assert run.main(["resume=latest", "space=full"]) == 2
@@ -141,11 +149,11 @@ def check_interrupted(command: list[str], folder: Path, store: str, number: sign
     assert "resume=lora_small-" in out
     assert "Traceback" not in out + err
     journal = Journal.find("latest", folder / "runs")
-    assert len(journal.outcomes) == 1
+    (first,) = journal.read()
     assert run.main(["resume=latest"]) == 0
-    outcomes = Journal.find("latest", folder / "runs").outcomes
+    outcomes = journal.read()
     assert [o.status for o in outcomes] == ["COMPLETED", "COMPLETED"]
-    assert outcomes[0] == journal.outcomes[0]
+    assert outcomes[0] == first
     import mlflow
 
     client = mlflow.MlflowClient(store)

@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from sweeps import space
-from sweeps.candidates import enumerate_candidates, trial_config
+from sweeps.candidates import enumerate_candidates, trial_tree
 from sweeps.clusters import load_cluster, presets, price_per_gpu_hour
 from sweeps.spec import SweepSpec, keys
 from tests.sweeps.factories import make_context, make_spec
 from trainers import yaml_text
+from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
 
 SPACES = Path(__file__).parents[2] / "search_spaces"
@@ -249,7 +250,8 @@ def test_floats(tmp_path: Path, text: str) -> None:
             assert export["learning"]["learning_rate"] == values
             assert {type(v) for v in export["learning"]["learning_rate"]} == {float}
         candidates = enumerate_candidates(spec, make_context())
-        rates = [trial_config(spec, c, "cpu").learning.learning_rate for c in candidates]
+        trees = [trial_tree(spec, c, "cpu", None) for c in candidates]
+        rates = [from_tree(TrialConfig, tree).learning.learning_rate for tree in trees]
         assert rates == list(dict.fromkeys(values))
 
 
@@ -329,7 +331,7 @@ def test_an_unknown_key_with_no_value_is_still_unknown(tmp_path: Path) -> None:
 )
 def test_nothing_where_a_value_is_needed_is_a_fault(tmp_path: Path, text: str, key: str) -> None:
     (fault,) = faults(tmp_path, text)
-    assert fault.startswith(f"{key}=null: should be a valid ")
+    assert fault.startswith(f"{key}=null: expected ")
 
 
 @pytest.mark.parametrize(
@@ -392,8 +394,8 @@ epochs: 0
         "unknown key learning.lora_rnk=3 (did you mean learning.lora_rank?)",
         "learning.adapter=lorra: allowed: full, lora (did you mean lora?)",
         "learning.lora_rank=0: should be greater than or equal to 1",
-        "learning.learning_rate=fast: should be a valid number",
-        "system.num_workers=1.5: should be a valid integer",
+        "learning.learning_rate=fast: expected a number",
+        "system.num_workers=1.5: expected a whole number",
         "unknown key lerning.seed=3 (did you mean learning.seed?)",
         "epochs=0: should be greater than or equal to 1",
         "unknown key learning_rate=1e-4 (did you mean learning.learning_rate?)",
@@ -412,18 +414,18 @@ epochs: 0
     ("argument", "fault"),
     [
         ("learning.learning_rate=0", "learning.learning_rate=0: should be greater than 0"),
-        ("learning.learning_rate=nan", "learning.learning_rate=nan: should be a finite number"),
-        ("target_eval_loss=inf", "target_eval_loss=inf: should be a finite number"),
+        ("learning.learning_rate=nan", "learning.learning_rate=nan: expected a finite number"),
+        ("target_eval_loss=inf", "target_eval_loss=inf: expected a finite number"),
         ("learning.lora_dropout=[0,1]", "learning.lora_dropout=1: should be less than or equal to 0.99"),
         ("learning=3", "learning=3: expected keys and values"),
         ("budget=[1]", 'budget=["1"]: expected keys and values'),
         ("env=x", "env=x: expected keys and values"),
-        ("model.x=3", 'model={"x": "3"}: should be a valid string'),
+        ("model.x=3", 'model={"x": "3"}: expected text'),
         ("system.strategy=dpd", "system.strategy=dpd: allowed: "),
         ("objectives=speed", "objectives: unknown objective 'speed'"),
-        ("objectives=[]", "objectives=[]: tuple should have at least 1 item"),
-        ("system.num_workers=[]", "system.num_workers=[]: tuple should have at least 1 item"),
-        ("seed=true", "seed=true: should be a valid integer"),
+        ("objectives=[]", "objectives=[]: give at least one value"),
+        ("system.num_workers=[]", "system.num_workers=[]: give at least one value"),
+        ("seed=true", "seed=true: expected a whole number"),
         ("space=a/b", "space=a/b: string should match pattern"),
         ("lerning={a: 1, b: 2}", 'unknown key lerning={"a": "1", "b": "2"} (did you mean learning'),
     ],

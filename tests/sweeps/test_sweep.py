@@ -13,7 +13,7 @@ from sweeps.desk import derived_target, drift, repeats_itself
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.spec import SweepSpec
-from sweeps.sweep import Report, run_sweep, warnings
+from sweeps.sweep import Report, run_sweep, simplicity, warnings
 from tests.sweeps.silent import SilentScreen
 from trainers.errors import UserError
 from trainers.result import Evaluation, TrialResult
@@ -112,9 +112,86 @@ def test_a_target_that_the_base_meets_ends_the_sweep(store: str, tmp_path: Path)
 def test_a_budget_that_is_spent_is_the_reason_again_when_resumed(store: str, tmp_path: Path) -> None:
     spec = spec_for(tmp_path, budget__trials="1", target_eval_loss="6.0", budget__tokens_per_trial="1500")
     first = run_sweep(spec, SilentScreen())
-    again = run_sweep(spec, SilentScreen(), Journal.find(first.sweep_id, tmp_path / "runs"))
+    again = run_sweep(spec, SilentScreen(), Journal.find(first.sweep_id, tmp_path / "runs").open())
     assert again.why == first.why == "budget.trials=1 is spent"
     assert len(again.outcomes) == 1
+
+
+def test_minutes_that_are_over_cut_a_trial_short_and_a_resume_runs_it_again(store: str, tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, target_eval_loss="0.5", budget__minutes="0.0001", learning__learning_rate="1e-2")
+    first = run_sweep(spec, SilentScreen())
+    (cut,) = first.outcomes
+    assert (cut.status, cut.reason_kind, cut.attempt) == ("STOPPED", "budget", 1)
+    assert (first.ended, first.untried) == ("budget", 1)
+    longer = spec.model_copy(update={"budget": spec.budget.model_copy(update={"minutes": None})})
+    again = run_sweep(longer, SilentScreen(), Journal.find(first.sweep_id, tmp_path / "runs").open())
+    (whole,) = again.outcomes  # the last attempt of each trial
+    assert (whole.status, whole.trial_id, whole.attempt) == ("COMPLETED", cut.trial_id, 2)
+    assert (again.ended, again.untried) == ("complete", 0)
+    runs = mlflow_runs(store, first.sweep_id)
+    assert sorted((r.data.tags["trial.attempt"], r.info.status) for r in runs if "trial.attempt" in r.data.tags) == [
+        ("1", "FINISHED"),
+        ("2", "FINISHED"),
+    ]
+
+
+def mlflow_runs(store: str, sweep_id: str) -> list[Any]:
+    import mlflow
+
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("lora_small")
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id], f"tags.sweep.id = '{sweep_id}'"))
+
+
+def test_a_fault_of_our_own_is_concluded_and_raised(store: str, tmp_path: Path) -> None:
+    """What was measured stays: frontier, candidates and an ended run in MLflow."""
+
+    class Breaking(SilentScreen):
+        def ended(self, outcome: TrialOutcome) -> None:
+            raise ZeroDivisionError("a fault in the sweep itself")
+
+    with pytest.raises(ZeroDivisionError):
+        run_sweep(spec_for(tmp_path, target_eval_loss="6.0", budget__tokens_per_trial="1500"), Breaking())
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(json.loads((folder / "frontier.json").read_text())["points"]) == 1
+    states = [json.loads(line)["state"] for line in (folder / "candidates.jsonl").read_text().splitlines()]
+    assert sorted(states) == ["COMPLETED", "untried"]
+    runs = mlflow_runs(store, folder.name)
+    assert {r.data.tags["sweep.role"]: r.info.status for r in runs} == {"sweep": "FAILED", "trial": "FINISHED"}
+
+
+def test_a_ray_that_does_not_start_leaves_nothing(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no port is free")
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(UserError, match="cannot start Ray on this machine: no port is free"):
+        run_sweep(spec_for(tmp_path, launcher="ray"), SilentScreen())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_faults_of_space_and_data_are_told_at_once(tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    spec = spec_for(tmp_path, data=str(data), system__num_workers="3")
+    with pytest.raises(UserError) as raised:
+        run_sweep(spec, SilentScreen())
+    said = "\n".join(raised.value.faults)
+    assert "no candidate of this space is legal" in said
+    assert "bad.jsonl" in said
+
+
+def test_of_equal_points_the_simplest_comes_first(swept: tuple[Report, SilentScreen]) -> None:
+    outcome = swept[0].outcomes[0]
+    configs: list[dict[str, Any]] = [{"tp": 2}, {"tp": 1}, {"tp": None, "pp": 2, "cp": 2}, {}]
+    made = [
+        outcome.model_copy(update={"trial_id": f"00{i}", "config": config, "num_workers": 4 - i})
+        for i, config in enumerate(configs)
+    ]
+    assert [o.trial_id for o in sorted(made, key=simplicity)] == ["003", "001", "000", "002"]
 
 
 def test_real_model_folder(store: str, tmp_path: Path) -> None:

@@ -124,8 +124,12 @@ def test_round_trips(config: TrialConfig, tmp_path: Path) -> None:
     assert load(path) == config
 
 
-def test_an_empty_file_is_the_default_config(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("")
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    """It would train the defaults, which nobody asked for."""
+    (tmp_path / "config.yaml").write_text("# nothing yet\n")
+    with pytest.raises(UserError, match=r"config\.yaml is empty; a config needs at least one key"):
+        load(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text("model: embedded\n")
     assert load(tmp_path / "config.yaml") == TrialConfig()
 
 
