@@ -54,7 +54,7 @@ class SweepDesk:
     ) -> None:
         self.spec, self.searcher, self.journal, self.recorder = spec, searcher, journal, recorder
         self.screen, self.cluster, self.prices = screen, cluster, prices
-        self.started = time.time()
+        self._started: float | None = None  # when the first trial was asked for
         self._resumed = len(journal.outcomes)  # what failed before may have been mended since
         self.target = spec.target_eval_loss
         self.why = ""
@@ -69,6 +69,7 @@ class SweepDesk:
 
     def next(self, free_workers: int) -> Job | Ask:
         signals.check()
+        self._started = self._started or time.time()
         if self._reference is not None:
             return Ask.WAIT  # every later trial needs the target that this one sets
         if self._spent():
@@ -103,7 +104,7 @@ class SweepDesk:
 
     def should_stop(self) -> bool:
         minutes = self.spec.budget.minutes
-        return minutes is not None and time.time() - self.started > minutes * 60
+        return minutes is not None and self._started is not None and time.time() - self._started > minutes * 60
 
     # -- the budget ---------------------------------------------------------------------------------------------
 

@@ -175,8 +175,8 @@ def describe(error: Mapping[str, Any], known: Collection[str] | None = None) -> 
     if error["type"] in ("model_type", "dict_type"):
         return f"{path}={_text(value)}: expected keys and values"
     message = str(error["msg"]).removeprefix("Input ")
-    expected = next((words for kind, words in PLAIN_WORDS.items() if str(error["type"]).startswith(kind)), None)
-    return f"{path}={_text(value)}: {expected or message[:1].lower() + message[1:]}"
+    plain = next((words for kind, words in PLAIN_WORDS.items() if str(error["type"]).startswith(kind)), None)
+    return f"{path}={_text(value)}: {plain or message[:1].lower() + message[1:]}"
 
 
 def to_yaml(spec: SweepSpec) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from trainers.errors import did_you_mean, nearest
-from trainers.row_faults import Fault, Found, Refused
+from trainers.row_faults import Found, Refused, RowFault
 
 ROLES = ("system", "user", "assistant")
 ROLE_NAMES = {role: role for role in ROLES}
@@ -69,19 +68,16 @@ FORMATS = (
 )
 
 
-def format_of(records: Iterable[object]) -> Format | None:
-    """Return the format of the first record that has all the keys of one."""
-    for record in records:
-        if isinstance(record, dict):
-            for known in FORMATS:
-                if all(key in record for key in known.required):
-                    return known
-    return None
+def format_of(record: object) -> Format | None:
+    """Return the first format that `record` has all the keys of."""
+    if not isinstance(record, dict):
+        return None
+    return next((known for known in FORMATS if all(key in record for key in known.required)), None)
 
 
 def no_format(found: Found, source: str, unit: str) -> str:
     """Say that no record has a known format, and which key may be misspelt."""
-    line, record = next(item for item in found if not isinstance(item[1], Fault))
+    line, record = next(item for item in found if not isinstance(item[1], RowFault))
     shapes = "; ".join(" + ".join(known.required) for known in FORMATS)
     if not isinstance(record, dict):
         return f"{source}, {unit} {line}: a row is an object, this is {_kind(record)}; known keys: {shapes}"
@@ -91,13 +87,19 @@ def no_format(found: Found, source: str, unit: str) -> str:
     return f"{source}, {unit} {line}: keys {keys} are no known format{near}; known: {shapes}"
 
 
-def to_row(line: int, record: object, known: Format, extra: set[str]) -> Row:
-    """Return the row of a record; Refused if it is not what its format says. Keys that are not used go to `extra`."""
+def to_row(line: int, record: object, known: Format, known_from: str, extra: set[str]) -> Row:
+    """Return the row of a record; Refused if it is not what the format says that was found at `known_from`.
+
+    Keys that are not used go to `extra`.
+    """
     if not isinstance(record, dict):
         raise Refused("wrong type", f"a row is an object, this is {_kind(record)}")
     answer = known.required[-1]
     for key in known.required:
         if key not in record:
+            if other := format_of(record):
+                mixed = f"the format is {other.name} here and {known.name} at {known_from}; a source has one format"
+                raise Refused("another format", mixed)
             near = nearest(key, set(record) - {*known.required, *known.optional})
             by = f'; did you mean it by "{near}"?' if near else f"; its keys: {', '.join(record) or 'none'}"
             raise Refused("no answer" if key == answer else "other keys", f'the key "{key}" is missing{by}')

@@ -179,8 +179,7 @@ class Feed:
         return (self.batch(self.data.eval, ids) for ids in self._held)
 
     def batch(self, dataset: TokenizedDataset, ids: Sequence[int]) -> Batch:
-        collated = collate(dataset, ids, self.data.pad_id)
-        host = {name: collated[name] for name in ("input_ids", "labels")}  # all that the engine reads
+        host = collate(dataset, ids, self.data.pad_id)
         if self._device.type != "cuda":
             return host
         return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}

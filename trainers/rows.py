@@ -15,21 +15,16 @@ from pathlib import Path
 
 from trainers.errors import UserError, did_you_mean
 from trainers.formats import Message, Row, format_of, no_format, to_row
-from trainers.row_faults import Fault, Found, OnError, Refused, count_rows, name_lines, settle
+from trainers.row_faults import Found, OnError, Refused, RowFault, settle
 from trainers.strict_json import read_array, read_lines
 
 __all__ = [
-    "Fault",
     "Message",
     "OnError",
-    "Refused",
     "Row",
     "Rows",
-    "count_rows",
     "from_records",
-    "name_lines",
     "read",
-    "settle",
 ]
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
@@ -115,9 +110,10 @@ def _near_file(path: Path) -> str:
 
 
 def _rows(found: Found, source: str, unit: str, notes: list[str], on_error: OnError) -> Rows:
-    known = format_of(record for _, record in found)
+    formats = ((line, format_of(record)) for line, record in found)
+    first, known = next(((line, known) for line, known in formats if known), (0, None))
     if known is None:
-        faults = [record for _, record in found if isinstance(record, Fault)]
+        faults = [record for _, record in found if isinstance(record, RowFault)]
         if len(faults) == len(found):
             settle(faults, len(found), source, unit, on_error)
         raise UserError(no_format(found, source, unit))
@@ -125,13 +121,13 @@ def _rows(found: Found, source: str, unit: str, notes: list[str], on_error: OnEr
     faults = []
     extra: set[str] = set()
     for line, record in found:
-        if isinstance(record, Fault):
+        if isinstance(record, RowFault):
             faults.append(record)
             continue
         try:
-            rows.append(to_row(line, record, known, extra))
+            rows.append(to_row(line, record, known, f"{unit} {first}", extra))
         except Refused as refused:
-            faults.append(Fault(line, *refused.args))
+            faults.append(RowFault(line, *refused.args))
     notes += settle(faults, len(found), source, unit, on_error)
     if extra:
         notes.append(f"keys not used: {', '.join(sorted(extra))}")

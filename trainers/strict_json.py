@@ -1,4 +1,4 @@
-"""JSON lines and JSON arrays without leniency: nothing is repaired, a flawed row is a Fault in its place.
+"""JSON lines and JSON arrays without leniency: nothing is repaired, a flawed row is a RowFault in its place.
 
 Standard library only.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainers.errors import UserError
-from trainers.row_faults import Fault, Found, Refused
+from trainers.row_faults import Found, Refused, RowFault
 
 
 def read_lines(data: bytes, source: str, notes: list[str]) -> Found:
@@ -27,14 +27,14 @@ def read_lines(data: bytes, source: str, notes: list[str]) -> Found:
         try:
             found.append((number, parser.line(line)))
         except Refused as refused:
-            found.append((number, Fault(number, *refused.args)))
-    faults = [item for _, item in found if isinstance(item, Fault)]
+            found.append((number, RowFault(number, *refused.args)))
+    faults = [item for _, item in found if isinstance(item, RowFault)]
     if faults and len(faults) == len(found) and all(fault.kind == "not JSON" for fault in faults):
         first = f"{source}, line {faults[0].line}: {faults[0].text}"
         raise UserError(f"{first}; no line of the file is a row: one JSON object a line, or a JSON array, is needed")
     if faults and faults[-1].kind == "not JSON" and faults[-1].line == lines[-1][0]:
         last = faults[-1]
-        found[-1] = (last.line, Fault(last.line, last.kind, f"{last.text}; the file ends here, perhaps cut off"))
+        found[-1] = (last.line, RowFault(last.line, last.kind, f"{last.text}; the file ends here, perhaps cut off"))
     return found
 
 
@@ -78,7 +78,7 @@ class _Parser:
         return value
 
     def elements(self, text: str) -> Iterator[object]:
-        """Yield the elements of the array `text`, a Fault for a flawed one; Refused where the array breaks."""
+        """Yield the elements of the array `text`, a RowFault for a flawed one; Refused where the array breaks."""
         at = text.index("[")
         number = 0
         while True:
@@ -87,7 +87,7 @@ class _Parser:
                 break
             number += 1
             value, at = self._value(text, at)
-            yield Fault(number, *self._flaw.args) if self._flaw else value
+            yield RowFault(number, *self._flaw.args) if self._flaw else value
             at = self._skip(text, at)
             if text[at : at + 1] == "]":
                 break

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainers.errors import UserError
 from trainers.formats import Row
-from trainers.row_faults import Fault, Refused
+from trainers.row_faults import Refused, RowFault
 from trainers.rows import Rows
 
 Template = Literal["auto", "chat", "plain"]
@@ -66,7 +66,7 @@ class Encoder:
         self._render = self._plain if template == "plain" else self._chat
         self._chat_markers = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
 
-    def encode(self, rows: Sequence[Row]) -> Iterator[Sample | Fault]:
+    def encode(self, rows: Sequence[Row]) -> Iterator[Sample | RowFault]:
         """Yield the tokens or the fault of each row; a chunk's faults come before its samples."""
         for first in range(0, len(rows), ROWS_AT_ONCE):
             rendered: list[_Rendered] = []
@@ -74,7 +74,7 @@ class Encoder:
                 try:
                     rendered.append(self._render(row))
                 except Refused as refused:
-                    yield Fault(row.line, *refused.args)
+                    yield RowFault(row.line, *refused.args)
             yield from self._tokens(rendered)
 
     def _added_bos(self) -> int | None:
@@ -136,7 +136,7 @@ class Encoder:
         found = [marker for marker in self._chat_markers if marker.strip() and tail.lstrip().startswith(marker)]
         return max(found, key=len, default=None)
 
-    def _tokens(self, rendered: Sequence[_Rendered]) -> Iterator[Sample | Fault]:
+    def _tokens(self, rendered: Sequence[_Rendered]) -> Iterator[Sample | RowFault]:
         if not rendered:
             return
         whole = self._ids([item.text for item in rendered])
@@ -150,7 +150,7 @@ class Encoder:
             try:
                 yield self._sample(item, ids, list(zip(starts, stops, strict=True)))
             except Refused as refused:
-                yield Fault(item.line, *refused.args)
+                yield RowFault(item.line, *refused.args)
 
     def _ids(self, texts: list[str]) -> list[tuple[list[int], np.ndarray]]:
         """Return the tokens of each text and the position in it where each token ends."""

@@ -78,7 +78,8 @@ def resolve(config: TrialConfig) -> TrialConfig:
 
 def run(config: TrialConfig, world: World) -> None:
     """Prepare data on rank 0, train on all, print and write the result on rank 0."""
-    tokens = world.broadcast(lambda: prepare(config, model.tokenizer(config.model, config.model_revision)))
+    prepared = world.broadcast(lambda: prepare(config, model.tokenizer(config.model, config.model_revision)))
+    tokens = prepared[config.learning.seq_len]
     if world.rank == 0:
         print("\n".join(tokens.notes))
     result = run_rank(config, tokens, world, Hooks(progress=_print) if world.rank == 0 else None)

@@ -111,15 +111,15 @@ def test_run_then_resume(
     assert "least memory, cheapest, fastest" in shown
     assert "mlflow ui --backend-store-uri" in shown
     assert "resume=lora_small-" in shown
+    assert run.main(["resume=latest", "budget.minutes=9"]) == 0
+    shown = capsys.readouterr().out
+    assert "budget.trials=1 is spent" in shown
+    assert re.search(r"go on: .* resume=lora_small-\d+-1 budget\.minutes=9\.0 budget\.trials=…", shown)
     assert run.main(["resume=latest", "budget.trials=2"]) == 0
     assert len(Journal.find("latest", tmp_path / "runs").read()) == 2
     capsys.readouterr()
     assert run.main(["resume=latest"]) == 0  # nothing is left: it says so, and keeps what there is
     assert "every legal candidate was tried" in capsys.readouterr().out
-    assert run.main(["resume=latest", "budget.trials=1", "budget.minutes=9"]) == 0
-    shown = capsys.readouterr().out
-    assert "budget.trials=1 is spent" in shown
-    assert re.search(r"go on: .* resume=lora_small-\d+-1 budget\.minutes=9\.0 budget\.trials=…", shown)
     assert run.main(["resume=latest", "learning.learning_rate=0.5"]) == 2
     assert "learning.learning_rate" in capsys.readouterr().err
     assert run.main(["resume=latest", "space=full"]) == 2

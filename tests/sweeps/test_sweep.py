@@ -128,15 +128,17 @@ def test_minutes_that_are_over_cut_a_trial_short_and_a_resume_runs_it_again(stor
     (whole,) = again.outcomes  # the last attempt of each trial
     assert (whole.status, whole.trial_id, whole.attempt) == ("COMPLETED", cut.trial_id, 2)
     assert (again.ended, again.untried) == ("complete", 0)
-    runs = mlflow_runs(store, first.sweep_id)
+    runs = mlflow_runs(store, first.folder)
     assert sorted((r.data.tags["trial.attempt"], r.info.status) for r in runs if "trial.attempt" in r.data.tags) == [
         ("1", "FINISHED"),
         ("2", "FINISHED"),
     ]
 
 
-def mlflow_runs(store: str, sweep_id: str) -> list[Any]:
+def mlflow_runs(store: str, folder: Path) -> list[Any]:
     import mlflow
+
+    sweep_id = (folder / "mlflow_id").read_text().strip()  # the store holds sweeps of other tests
 
     client = mlflow.MlflowClient(store)
     experiment = client.get_experiment_by_name("lora_small")
@@ -157,7 +159,7 @@ def test_a_fault_of_our_own_is_concluded_and_raised(store: str, tmp_path: Path) 
     assert len(json.loads((folder / "frontier.json").read_text())["points"]) == 1
     states = [json.loads(line)["state"] for line in (folder / "candidates.jsonl").read_text().splitlines()]
     assert sorted(states) == ["COMPLETED", "untried"]
-    runs = mlflow_runs(store, folder.name)
+    runs = mlflow_runs(store, folder)
     assert {r.data.tags["sweep.role"]: r.info.status for r in runs} == {"sweep": "FAILED", "trial": "FINISHED"}
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trainers.config import TrialConfig
 from trainers.data import TokenizedDataset, choose_template, collate, overlap, split_eval, tokenize
 from trainers.errors import UserError
+from trainers.prepare import prepare
 from trainers.rows import Message, Row, Rows, read
+from trainers.templates import Encoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -260,7 +264,7 @@ def test_rows_that_the_template_refuses_are_named_or_dropped() -> None:
     tokenizer = byte_tokenizer(NO_SYSTEM)
     with pytest.raises(UserError) as caught:
         tokenize(rows, tokenizer, seq_len=1000)
-    refused, ended, summary = caught.value.faults
+    summary, refused, ended = caught.value.faults
     assert refused == "data.jsonl, line 2: the chat template refuses it: System role not supported"
     assert ended == "data.jsonl, line 3: the text of an answer holds the end token"
     assert "2 of 3 rows are refused" in summary
@@ -335,39 +339,24 @@ def dataset() -> TokenizedDataset:
     return tokenize(pairs(("ab", "cd"), ("p", "a"), ("long prompt", "x")), byte_tokenizer(), seq_len=100)[0]
 
 
-def test_save_and_load(dataset: TokenizedDataset, tmp_path: Path) -> None:
-    dataset.save(tmp_path / "tokens")
-    loaded = TokenizedDataset.load(tmp_path / "tokens")
-    assert loaded.fingerprint == dataset.fingerprint
-    assert (loaded.source, loaded.lines.tolist()) == ("data.jsonl", [1, 2, 3])
-    assert loaded.is_target.dtype == bool
-
-
-def test_subset_and_fingerprint(dataset: TokenizedDataset) -> None:
-    part = dataset.subset([2, 0])
-    assert part.lines.tolist() == [3, 1]
-    assert part.sample(1)[0].tolist() == dataset.sample(0)[0].tolist()
-    assert dataset.subset([0, 1, 2]).fingerprint == dataset.fingerprint != part.fingerprint
-    assert len(dataset.subset([])) == 0
-    assert dataset.subset([]).samples().lengths == []
+def test_the_fingerprint_follows_tokens_and_targets(dataset: TokenizedDataset) -> None:
+    again = tokenize(pairs(("ab", "cd"), ("p", "a"), ("long prompt", "x")), byte_tokenizer(), seq_len=90)[0]
+    shifted = tokenize(pairs(("abc", "d"), ("p", "a"), ("long prompt", "x")), byte_tokenizer(), seq_len=100)[0]
+    assert shifted.tokens.tolist() == dataset.tokens.tolist()
+    assert again.fingerprint == dataset.fingerprint != shifted.fingerprint
 
 
 def test_collate_pads_on_the_right_with_unshifted_labels(dataset: TokenizedDataset) -> None:
     batch = collate(dataset, [1, 0], pad_id=99)
     (p, a, eos), (first, *rest) = dataset.sample(1)[0].tolist(), dataset.sample(0)[0].tolist()
     assert batch["input_ids"].tolist() == [[p, a, eos, 99, 99], [first, *rest]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["labels"].tolist() == [[-100, a, eos, -100, -100], [-100, -100, *rest[1:]]]
     assert {str(tensor.dtype) for tensor in batch.values()} == {"torch.int64"}
 
 
 def test_collate_of_nothing_is_one_pad_token_without_a_label(dataset: TokenizedDataset) -> None:
     batch = collate(dataset, [], pad_id=7)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "input_ids": [[7]],
-        "attention_mask": [[1]],
-        "labels": [[-100]],
-    }
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {"input_ids": [[7]], "labels": [[-100]]}
 
 
 # Train and eval
@@ -399,6 +388,81 @@ def test_f20_overlap_of_train_and_eval_is_reported_whatever_the_format() -> None
     train = pairs(("p", "a"), ("q", "b"), ("p", "a "))
     held_out = chats((("user", "new"), ("assistant", "a")), (("user", "p"), ("assistant", "a")))
     assert overlap(train, held_out) == [(1, 2), (3, 2)]
+
+
+# Several seq_len
+
+
+def job(folder: Path, train: Sequence[tuple[str, str]], held: Sequence[tuple[str, str]] = (), **given: Any) -> Any:
+    """Return a config whose data are these prompts and completions, in files."""
+    for name, rows in (("train", train), ("eval", held)):
+        lines = [json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    eval_data = str(folder / "eval.jsonl") if held else None
+    return TrialConfig(data=str(folder / "train.jsonl"), eval_data=eval_data, **given)
+
+
+def test_rows_are_encoded_once_and_truncated_to_each_seq_len(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, rows: encoded.append(len(rows)) or encode(self, rows))
+    config = job(tmp_path, [("p" * i, "answer") for i in range(1, 31)])
+    data = prepare(config, byte_tokenizer(), [40, 33, 40])
+    assert encoded == [30]
+    assert list(data) == [40, 33]
+    for seq_len, prepared in data.items():
+        alone = prepare(config, byte_tokenizer(), [seq_len])[seq_len]
+        assert alone.train.fingerprint == prepared.train.fingerprint
+        assert alone.eval.fingerprint == prepared.eval.fingerprint
+        assert max(prepared.train.samples().lengths) <= seq_len
+    assert data[40].train.fingerprint != data[33].train.fingerprint
+
+
+def test_the_configs_own_seq_len_where_none_is_given(tmp_path: Path) -> None:
+    config = job(tmp_path, [("p", "a"), ("q", "b")])
+    assert list(prepare(config, byte_tokenizer())) == [config.learning.seq_len]
+
+
+def test_the_preflight_table_counts_the_rows_held_out_and_stands_once(tmp_path: Path) -> None:
+    config = job(tmp_path, [("p" * i, "a") for i in range(1, 21)], data_on_error="drop")
+    data = prepare(config, byte_tokenizer(), [100, 20])
+    assert data[100].notes[:2] == (config.data, "  rows kept               18 of 18 (2 more held out for evaluation)")
+    assert data[100].notes[-1] == "evaluation: 2 rows"
+    assert len(data[100].train) == 18
+    assert data[20].notes == (
+        ("seq_len 20: 1 row truncated, 23 of 231 tokens lost, 1 row without targets (dropped); evaluation: 2 rows"),
+    )
+
+
+def test_what_is_dropped_of_the_evaluation_data_is_told(tmp_path: Path) -> None:
+    config = job(tmp_path, [("p", "a")], [("q", "b"), ("r", ""), ("s" * 50, "c")], data_on_error="drop")
+    notes = prepare(config, byte_tokenizer(), [20])[20].notes
+    assert "  rows kept               1 of 1" in notes
+    assert notes[-3:-1] == ("evaluation: 1 row", "evaluation: dropped: no answer in 1 row (line 2)")
+    assert notes[-1].startswith(f"evaluation: {config.eval_data}: 1 row of 2 without a target (line 3)")
+
+
+def test_faults_of_both_sources_and_of_every_seq_len_are_one_error(tmp_path: Path) -> None:
+    train, held = [("p" * 30, "a"), ("x", "a</s>b"), ("q", "b")], [("s" * 50, "c"), ("q", "b")]
+    config = job(tmp_path, train, held)
+    with pytest.raises(UserError) as caught:
+        prepare(config, byte_tokenizer(), [20, 40, 60])
+    shared, summary, ended, *cut = caught.value.faults
+    assert f"eval_data={config.eval_data}: 1 of its rows are also in data" in shared
+    assert summary.startswith(f"{config.data}: 1 of 3 rows are refused: end token in the answer")
+    assert ended == f"{config.data}, line 2: the text of an answer holds the end token"
+    told = "{}: 1 row of {} without a target (line 1): the prompt alone fills learning.seq_len={}"
+    assert [fault.split("; ")[0] for fault in cut] == [
+        told.format(config.data, 3, 20),
+        told.format(config.eval_data, 2, 20),
+        told.format(config.eval_data, 2, 40),
+    ]
+
+
+def test_a_side_of_the_split_without_any_target_is_refused_even_with_drop(tmp_path: Path) -> None:
+    config = job(tmp_path, [("p", "a"), ("p" * 30, "a")], data_on_error="drop")
+    with pytest.raises(UserError, match=r"1 row of 1 without a target \(line 2\): .*; no row is left; "):
+        prepare(config, byte_tokenizer(), [20])
 
 
 @pytest.mark.skipif(not os.environ.get("SWEEPS_REAL_DATA"), reason="SWEEPS_REAL_DATA names no folder")

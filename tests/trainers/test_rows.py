@@ -42,13 +42,14 @@ def one(write: Write, record: object) -> Rows:
 def refused(write: Write, record: object) -> str:
     """Return the fault of `record` as line 2 of a file whose first row has the format that it must have."""
     first = {"messages": MESSAGES} if isinstance(record, dict) and "messages" in record else json.loads(GOOD)
-    fault, summary = faults(write(f"{json.dumps(first)}\n{json.dumps(record)}\n"))
+    summary, fault = faults(write(f"{json.dumps(first)}\n{json.dumps(record)}\n"))
     assert "1 of 2 rows" in summary
     assert "data.jsonl, line 2: " in fault
     return fault.split("line 2: ")[1]
 
 
 MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+CHAT = json.dumps({"messages": MESSAGES})
 PAIR = (Message("user", "p"), Message("assistant", "c"))
 
 
@@ -134,7 +135,7 @@ def test_f03_invalid_utf8_names_file_line_and_byte(write: Write) -> None:
     data = [GOOD.encode()] * 60
     data[56] = b'{"prompt": "\xff", "completion": "c"}'
     source = write(b"\n".join(data))
-    assert faults(source)[0] == f"{source}, line 57: byte 13 of the line, 0xFF, is not UTF-8"
+    assert faults(source)[1] == f"{source}, line 57: byte 13 of the line, 0xFF, is not UTF-8"
     rows = read(source, "drop")
     assert len(rows) == 59
     assert rows.notes == ("dropped: invalid UTF-8 in 1 row (line 57)",)
@@ -170,7 +171,7 @@ def test_broken_arrays(write: Write, array: str, told: str) -> None:
 
 def test_array_faults_name_the_row(write: Write) -> None:
     array = f'[{GOOD}, {{"prompt": "p", "prompt": "q", "completion": "c"}}, {{"prompt": "p", "completion": null}}]'
-    first, second, summary = faults(write(array))
+    summary, first, second = faults(write(array))
     assert first.endswith('row 2: the key "prompt" stands twice')
     assert second.endswith('row 3: "completion" is null or missing')
     assert "2 of 3 rows are refused: duplicate key in 1 row (row 2), no answer in 1 row (row 3)" in summary
@@ -197,7 +198,7 @@ def test_f07_a_line_separator_stays_inside_its_row(write: Write) -> None:
     ids=["surrogate", "nul", "duplicate", "nan", "infinity", "extra", "truncated", "deep", "long number"],
 )
 def test_f08_a_malformed_row_is_one_line_with_its_place(write: Write, line: str, told: str) -> None:
-    fault, summary = faults(write(f"{GOOD}\n\n{line}"))
+    summary, fault = faults(write(f"{GOOD}\n\n{line}"))
     assert "data.jsonl, line 3: " in fault
     assert told in fault
     assert "\n" not in fault
@@ -274,7 +275,7 @@ def test_f09_a_missing_answer_is_refused(write: Write, record: object, told: str
 def test_f09_missing_answers_are_counted(write: Write) -> None:
     bad = ['{"question": "q"}', '{"question": "q", "answer": null}', '{"question": "q", "answer": ""}']
     source = write("\n".join([*bad, '{"question": "q", "answer": "a"}', '{"question": 1, "answer": "a"}']))
-    *each, summary = faults(source)
+    summary, *each = faults(source)
     assert len(each) == 4
     counts = "no answer in 3 rows (lines 1, 2, 3), wrong type in 1 row (line 5)"
     assert summary == f"{source}: 4 of 5 rows are refused: {counts}; data_on_error=drop leaves them out"
@@ -286,12 +287,42 @@ def test_f09_missing_answers_are_counted(write: Write) -> None:
     )
 
 
-def test_many_faults_are_cut_at_twenty_and_all_rows_faulty_is_refused_even_with_drop(write: Write) -> None:
+def test_equal_faults_are_told_once_and_all_rows_faulty_is_refused_even_with_drop(write: Write) -> None:
     source = write('{"prompt": "p", "completion": ""}\n' * 33)
-    told = faults(source, "drop")
-    assert len(told) == 22
-    assert told[20] == f"{source}: and 13 more faults"
-    assert told[21].endswith("no answer in 33 rows (lines 1, 2, 3, 4, 5 and 28 more); no row is left")
+    lines = "lines 1, 2, 3, 4, 5 and 28 more"
+    assert faults(source, "drop") == (
+        f"{source}: 33 of 33 rows are refused: no answer in 33 rows ({lines}); no row is left",
+        f'{source}, {lines}: "completion" is empty',
+    )
+
+
+def test_the_summary_comes_first_and_then_five_different_faults(write: Write) -> None:
+    source = write(GOOD + "".join(f'\n{{"prompt": "p", "completion": {i // 2}}}' for i in range(16)))
+    summary, *each, more = faults(source)
+    counts = "wrong type in 16 rows (lines 2, 3, 4, 5, 6 and 11 more)"
+    assert summary == f"{source}: 16 of 17 rows are refused: {counts}; data_on_error=drop leaves them out"
+    assert each == [
+        f'{source}, lines {2 + 2 * i}, {3 + 2 * i}: "completion" is a number ({i}); text is needed' for i in range(5)
+    ]
+    assert more == f"{source}: and 6 rows more with other faults"
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([GOOD, CHAT, GOOD, CHAT], "lines 2, 4: the format is messages here and prompt/completion at line 1"),
+        (["", CHAT, GOOD], "line 3: the format is prompt/completion here and messages at line 2"),
+        ([GOOD, '{"prompt": "p", "answer": "a"}'], "line 2: the format is prompt/answer here and prompt/completion at"),
+        ([f"[{GOOD}, {CHAT}]"], "row 2: the format is messages here and prompt/completion at row 1"),
+    ],
+)
+def test_mixed_formats_are_one_sentence_with_the_first_line_of_each(write: Write, lines: list[str], told: str) -> None:
+    source = write("\n".join(lines))
+    summary, mixed = faults(source)
+    assert "another format in" in summary
+    assert mixed.startswith(f"{source}, {told}")
+    assert mixed.endswith("; a source has one format")
+    assert "another format in" in read(source, "drop").notes[-1]
 
 
 def test_f17_text_parts_are_joined_and_everything_else_is_refused(write: Write) -> None:
