@@ -94,10 +94,11 @@ class SweepDesk:
         self._derive_target(outcome)
         if self.target != before:
             outcome = self._outcome(job, candidate, ending, measured)  # now with the target that it set
-        self.journal.append(outcome)
-        self.searcher.tell(outcome)
-        self.recorder.record(outcome)
-        self.screen.ended(outcome)
+        with signals.held():
+            self.journal.append(outcome)
+            self.searcher.tell(outcome)
+            self.recorder.record(outcome)
+            self.screen.ended(outcome)
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         self.screen.progress(trial_id, facts)

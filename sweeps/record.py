@@ -155,6 +155,9 @@ class Recorder:
                 self._paused_until = time.monotonic() + PAUSE_S
             verb = "refuses" if is_refusal(error) else "does not answer"
             self._outage = f"MLflow {verb} ({brief(error)}); {self._what_waits()}"
+        except BaseException:  # a stop in the middle of a call
+            self._run_id = ""
+            raise
 
     def _what_waits(self) -> str:
         if self.pending == 0:

@@ -12,6 +12,7 @@ INSISTS_S = 5.0  # a signal that comes so long after the last one means that the
 
 stopping = threading.Event()
 _last = 0.0
+_held = False
 
 
 def check() -> None:
@@ -27,9 +28,23 @@ def check() -> None:
 def _interrupt(*_: object) -> None:
     global _last
     before, _last = _last, time.monotonic()
-    if not stopping.is_set() or _last - before > INSISTS_S:
-        stopping.set()
+    first = not stopping.is_set()
+    stopping.set()
+    insists = not first and _last - before > INSISTS_S
+    if insists or (first and not _held):
         raise KeyboardInterrupt
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let a stop wait until what is inside is done, as records that belong together are; one that insists does not."""
+    global _held
+    _held = True
+    try:
+        yield
+    finally:
+        _held = False
+    check()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sweeps import cost
+from sweeps import cost, signals
 from sweeps.candidates import (
     Candidate,
     Cluster,
@@ -112,8 +112,9 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         # 4. Trial after trial, until the space or the budget is spent; whatever ends it, what there is gets concluded.
         stopped: BaseException | None = None
         try:
-            recorder.open()
-            recorder.sync(journal.outcomes)
+            with signals.held():
+                recorder.open()
+                recorder.sync(journal.outcomes)
             screen.planned(candidates, desk.trials_left())
             if desk.trials_left():
                 launcher.run(desk, data, journal.folder / "ray.log")
@@ -233,12 +234,13 @@ def simplicity(outcome: TrialOutcome) -> tuple[int, int, str]:
 def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:
     """Return what a person should look at twice: trials that should differ and do not, samples that differ."""
     found = []
-    by_loss: dict[float, TrialOutcome] = {}
+    by_loss: dict[tuple[float, float], TrialOutcome] = {}
     for outcome in outcomes:
-        loss = outcome.metrics.get("train_loss")
-        if loss is None:
+        # Before the first update all are equal, so the loss after the last one must be, too.
+        losses = outcome.metrics.get("train_loss"), outcome.metrics.get("eval_loss")
+        if losses[0] is None or losses[1] is None:
             continue
-        other = by_loss.setdefault(loss, outcome)
+        other = by_loss.setdefault((losses[0], losses[1]), outcome)
         if other is not outcome and _learning(other) != _learning(outcome):
             found.append(
                 f"trials {other.trial_id} and {outcome.trial_id} differ in what they learn but have the same "

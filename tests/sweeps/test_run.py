@@ -147,7 +147,7 @@ def check_interrupted(command: list[str], folder: Path, store: str, number: sign
     assert status == 130, err
     assert "interrupted" in out
     assert "resume=lora_small-" in out
-    assert "Traceback" not in out + err
+    assert "Traceback" not in out + err, out + err
     journal = Journal.find("latest", folder / "runs")
     (first,) = journal.read()
     assert run.main(["resume=latest"]) == 0
