@@ -57,3 +57,4 @@ def handled() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        stopping.clear()  # it was for what ran inside
