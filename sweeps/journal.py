@@ -44,7 +44,9 @@ class Journal:
                 break
             except FileExistsError:
                 n += 1
-        (folder / "spec.yaml").write_text(space.to_yaml(spec), encoding="utf-8")
+        stored = folder / "spec.yaml"
+        stored.touch(mode=0o600 if spec.env else 0o644)  # a variable of the environment may be a secret
+        stored.write_text(space.to_yaml(spec), encoding="utf-8")
         return Journal(folder).open()
 
     @staticmethod

@@ -156,12 +156,13 @@ class RayLauncher(Launcher):
             else:
                 env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
                 ray.init("local", runtime_env=runtime, include_dashboard=False, num_cpus=usable_cpus(), **quiet_options)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises many types, plain Exception among them
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"RAY_ADDRESS={self._address}: cannot join the Ray cluster: {first}"
                 if self._address
-                else f"cannot start Ray on this machine: {first}"
+                else f"cannot start Ray on this machine: {first} (on a busy machine try again; "
+                "launcher=inline system.num_workers=1 needs no Ray)"
             ) from None
         if on_terminate is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray takes it over, and would abort without an end

@@ -66,7 +66,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         key = key.removeprefix("--").strip().replace("[", ".").replace("]", "").lstrip(".")  # a[b] is a.b
-        if not equals or not key:
+        if argument in shipped():
+            faults.append(f"{argument!r} is not key=value (did you mean space={argument}?)")
+        elif not equals or not key:
             faults.append(f"{argument!r} is not key=value{did_you_mean(key, [*keys(), 'space', 'resume'])}")
         elif key in overrides:
             faults.append(f"{key} is given twice: {key}={_text(overrides[key])} and {argument}")
@@ -97,7 +99,7 @@ def load(space: str, overrides: Mapping[str, Any]) -> SweepSpec:
         raise UserError(f"{path} is not a space: expected keys and values")
     if tree.get("space") is None:
         tree["space"] = path.stem
-    empty = [key for key in ("model", "data") if key in overrides and overrides[key] is None]
+    empty = [key for key in ("model", "data", "runs_dir") if key in overrides and overrides[key] is None]
     if empty:
         raise UserError([f"{key}= has no value; give one, or leave it out for the space's own" for key in empty])
     # The target belongs to the space's own model and data; another pair derives its own.
@@ -201,6 +203,8 @@ def _registry_faults(tree: Mapping[str, Any]) -> list[str]:
             f"searcher={searcher}: unknown{did_you_mean(searcher, SEARCHERS)}; allowed: {', '.join(SEARCHERS)}"
         )
     objectives = tree.get("objectives")
+    if isinstance(objectives, (list, tuple)) and len({str(o) for o in objectives}) < len(objectives):
+        faults.append(f"objectives={_text(list(objectives))}: each objective once")
     for name in objectives if isinstance(objectives, (list, tuple)) else [objectives]:
         if isinstance(name, str) and name not in OBJECTIVES:
             faults.append(

@@ -32,6 +32,7 @@ from trainers.errors import UserError
 from trainers.prepare import TrialData, prepare
 
 T = TypeVar("T")
+BUDGETS = ("budget.trials", "budget.minutes", "budget.gpu_hours")
 Ended = Literal["complete", "budget", "failing", "interrupted", "broken"]
 MLFLOW_STATUS: dict[Ended, Literal["FINISHED", "KILLED", "FAILED"]] = {
     "complete": "FINISHED",
@@ -55,7 +56,7 @@ class Report:
     target: float | None
     ended: Ended
     why: str
-    spent: str | None  # the key of the budget that ended it and will not renew itself
+    spent: str | None  # the key of the budget that ended it
     untried: int
     warnings: tuple[str, ...]
     url: str
@@ -202,7 +203,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         desk.target,
         ended,
         why,
-        next((k for k in ("budget.trials", "budget.gpu_hours") if ended == "budget" and f"{k}=" in why), None),
+        next((k for k in BUDGETS if ended == "budget" and f"{k}=" in why), None),
         untried,
         tuple(warnings(outcomes) + desk.recorder.notes),
         desk.recorder.url(),
@@ -267,5 +268,6 @@ def sample_faults(outcomes: Sequence[TrialOutcome]) -> list[str]:
     return found
 
 
-def _learning(outcome: TrialOutcome) -> Any:
-    return outcome.trial_config.get("learning")
+def _learning(outcome: TrialOutcome) -> dict[str, Any]:
+    """Return what must show in the losses: not seq_len, which changes nothing where no row is cut off."""
+    return {k: v for k, v in outcome.trial_config.get("learning", {}).items() if k != "seq_len"}

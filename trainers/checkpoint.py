@@ -60,6 +60,16 @@ def save(folder: Path, engine: Engine, history: History, identity: str, world: W
     return int(size)
 
 
+def complete_history(folder: Path, history: History, world: World) -> None:
+    """Let the newest save, which was part of no history yet, know of itself."""
+    if world.rank == 0:
+        path = folder / f"update-{len(history.updates):06d}" / _STATE
+        state = json.loads(path.read_text()) | {"history": history.to_json()}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(state))
+        partial.replace(path)
+
+
 def latest(folder: Path, world: World) -> Path | None:
     """Return the newest complete save in a folder, or None: the same on every rank. Makes the folder.
 

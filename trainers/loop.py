@@ -253,7 +253,9 @@ def timed_save(folder: Path, engine: Engine, history: History, identity: str, wo
     with meter.tracing(engine.tensors()), meter.phase("save"):
         size = checkpoint.save(folder, engine, history, identity, world)
     seconds = world.max([time.perf_counter() - start])[0]
-    return Save(history.consumed_tokens, seconds, size)
+    save = Save(history.consumed_tokens, seconds, size)
+    checkpoint.complete_history(folder, replace(history, saves=[*history.saves, save]), world)
+    return save
 
 
 @contextmanager

@@ -27,6 +27,9 @@ SMALL = [
     [
         (["space=lora_smal"], ["unknown space 'lora_smal' (did you mean lora_small?)"]),
         ([], ["usage: python sweeps/run.py"]),
+        (["lora_small"], ["did you mean space=lora_small?"]),
+        (["space=lora_small", "objectives=[eval_loss,eval_loss]"], ["each objective once"]),
+        (["space=lora_small", "runs_dir="], ["runs_dir= has no value"]),
         (["model=embedded"], ["space=… is missing"]),
         (["space=lora_small", "budget.trails=3"], ["unknown key budget.trails=3 (did you mean budget.trials?)"]),
         (

@@ -167,7 +167,7 @@ def test_a_ray_that_does_not_start_leaves_nothing(store: str, tmp_path: Path, mo
     import ray
 
     def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no port is free")
+        raise Exception("no port is free")  # as Ray does
 
     monkeypatch.setattr(ray, "init", fails)
     with pytest.raises(UserError, match="cannot start Ray on this machine: no port is free"):
@@ -288,6 +288,8 @@ def test_trials_that_should_differ_and_do_not_are_pointed_out() -> None:
     c = outcome("002", trial_config={"learning": {"learning_rate": 1e-5}}, **same)
     assert any("000 and 001" in w for w in warnings([a, b]))
     assert warnings([a, c]) == []
+    d = outcome("003", trial_config={"learning": {"learning_rate": 1e-5, "seq_len": 64}}, **same)
+    assert warnings([a, d]) == []  # rows that are shorter than both lengths
     # After one update alone the training losses are those of the base, and say nothing.
     one = [t.model_copy(update={"metrics": {"train_loss": 1.25, "eval_loss": e}}) for t, e in ((a, 1.5), (b, 1.4))]
     assert warnings(one) == []

@@ -231,7 +231,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(world: int, tmp_
         assert rest.fingerprints == again.fingerprints == whole.fingerprints
         assert rest.memory.keys() == again.memory.keys() | {"save"} == whole.memory.keys()
         assert again.stop_reason == "budget"
-        assert len(again.saves) == 0  # the save that it found, it cannot know from within; it makes no other
+        assert again.saves == rest.saves  # it makes no other, and the record of those that there are is kept
+        assert [s.consumed_tokens for s in rest.saves] == [whole.updates[k].consumed_tokens for k in (2, 5)]
     assert len({tuple(exact(rest)) for _, _, rest, _ in results}) == 1
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["update-000003", "update-000006"]
