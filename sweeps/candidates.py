@@ -16,7 +16,7 @@ from sweeps.spec import Axis, SweepSpec, axes
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
 from trainers.plan import Plan
 from trainers.shape import LINEAR_LAYERS, ModelShape
-from trainers.strategies import STRATEGIES
+from trainers.strategies import STRATEGIES, Setting, illegal
 
 ADAPTABLE = (*LINEAR_LAYERS, "lm_head", "embed_tokens")
 
@@ -114,7 +114,7 @@ def _combinations(all_axes: Sequence[Axis], values: Mapping[str, Sequence[Any]])
         grown = []
         for chosen in partial:
             condition = axis.only_with
-            if condition is not None and chosen[condition.field] not in condition.values:
+            if condition is not None and not condition.holds(chosen[condition.field]):
                 grown.append(chosen)
             else:
                 grown += [{**chosen, axis.name: value} for value in dict.fromkeys(values[axis.name])]
@@ -136,7 +136,8 @@ def _candidate(model: str, learning: Mapping[str, Any], system: Mapping[str, Any
     except ValueError as error:
         reasons.append(str(error))
     if plan is not None:
-        reasons += strategy.validate(plan, context.shape)
+        typed_learning = from_tree(LearningConfig, dict(learning))
+        reasons += illegal(Setting(typed_learning, typed, plan, context.shape, context.cluster.device))
     reasons += _general_rules(learning, typed, context)
     return Candidate(key, learning, system, accumulation, tuple(reasons))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from trainers.config import LearningConfig, OnlyWith, SystemConfig, TrialConfig
-from trainers.strategies import STRATEGIES
+from trainers.strategies import DIMENSIONS, STRATEGIES, Option
 
 
 class Frozen(BaseModel):
@@ -65,22 +65,23 @@ def axes(config: type) -> tuple[Axis, ...]:
 
 
 def _option_axes() -> list[Axis]:
+    """Return an axis for each option; one that several strategies declare is one axis, with the choices of all."""
     owners: dict[str, list[str]] = {}
-    declared = {}
+    declared: dict[str, Option] = {}
     for name in STRATEGIES:
         for option in STRATEGIES[name].options:
             owners.setdefault(option.name, []).append(name)
-            declared[option.name] = option
-    return [
-        Axis(
-            o.name,
-            _one_of(o.choices) if o.choices else o.type,
-            o.default,
-            o.help,
-            OnlyWith("strategy", tuple(owners[o.name])),
-        )
-        for o in declared.values()
-    ]
+            known = declared.get(option.name, option)
+            declared[option.name] = dataclasses.replace(
+                known, choices=tuple(dict.fromkeys((*known.choices, *option.choices)))
+            )
+    found = [_option_axis(o, OnlyWith("strategy", tuple(owners[o.name]))) for o in declared.values()]
+    return found + [_option_axis(o, OnlyWith(d, above=1)) for d in DIMENSIONS for o in DIMENSIONS[d].options]
+
+
+def _option_axis(option: Option, only_with: OnlyWith) -> Axis:
+    kind = _one_of(option.choices) if option.choices else option.type
+    return Axis(option.name, kind, option.default, option.help, only_with)
 
 
 def _one_of(choices: tuple[Any, ...]) -> Any:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.config import LearningConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
 def apply_adapter(model: nn.Module, learning: LearningConfig) -> nn.Module:
-    """Freeze what is not trained and add the adapter. Adapter weights depend on `learning.seed` alone."""
-    import torch
-
+    """Freeze what is not trained and add the adapter, whose weights `initial_weight` gives."""
     if learning.adapter == "full":
         return model
+    import torch
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(learning.seed)
     names: str | list[str] = [t.strip() for t in learning.lora_targets.split(",")]
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -28,4 +29,43 @@ def apply_adapter(model: nn.Module, learning: LearningConfig) -> nn.Module:
         lora_dropout=learning.lora_dropout,
         target_modules="all-linear" if names == ["all-linear"] else names,
     )
-    return cast("nn.Module", get_peft_model(cast(Any, model), lora))
+    first = next(model.parameters())
+    # On the meta device the adapter is too, and gets its memory with the model.
+    adapted = cast("nn.Module", get_peft_model(cast(Any, model), lora, low_cpu_mem_usage=first.is_meta))
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32  # trained weights: never in half precision
+    for name, parameter in adapted.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a parameter of this name belongs to the adapter."""
+    return "lora_" in name
+
+
+def initial_weight(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return the adapter's weight of this name at the start, float32 on the CPU, drawn as peft draws it.
+
+    A of a linear layer is uniform within ± 1 / √(its inputs) (Kaiming with a = √5), B of an embedding is normal, the
+    others are 0. It depends on seed and name alone, so that it is the same however the model is divided among ranks.
+    """
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if "lora_A" in name:
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return torch.randn(shape, generator=generator) if "lora_embedding_B" in name else torch.zeros(shape)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the transformers model under an adapter, or the model itself."""
+    inner: Any = model
+    return cast("nn.Module", inner.get_base_model() if hasattr(inner, "get_base_model") else inner)
+
+
+def base_name(name: str) -> str:
+    """Return the checkpoint's name of a parameter that an adapter may have wrapped."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -9,22 +9,17 @@ import json
 import random
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from trainers.engine import Engine
 from trainers.errors import UserError
 from trainers.ranks import World
 from trainers.result import History
 
-# Frozen weights are not saved: they are the base model's. Flat optimizer keys survive another split of the model.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 _STATE = "state.json"
 
 
@@ -39,15 +34,12 @@ def save(folder: Path, engine: Engine, history: History, identity: str, world: W
         shutil.rmtree(partial, ignore_errors=True)
     world.barrier()
     partial.mkdir(parents=True, exist_ok=True)  # by every rank: a temporary folder is each machine's own
-    model, optimizer = get_state_dict(engine.module, engine.optimizer, options=_OPTIONS)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial, no_dist=world.size == 1)
+    engine.save(partial)
     torch.save(_random_state(world.device), partial / f"random-{world.rank}.pt")
     if world.rank == 0:
         state = {
             "update": update,
             "identity": identity,
-            "scheduler": _plain(engine.scheduler.state_dict()),
             "num_workers": world.size,
             "history": history.to_json(),
         }
@@ -95,14 +87,7 @@ def resume(path: Path, engine: Engine, identity: str, world: World) -> History:
             f"{path} was saved by a run with another model, data or learning configuration; give another "
             "output_dir, or the configuration that it was saved with"
         )
-    model, optimizer = get_state_dict(engine.module, engine.optimizer, options=_OPTIONS)
-    state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=path, no_dist=world.size == 1)
-    set_state_dict(
-        engine.module, engine.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS
-    )
-    engine.scheduler.load_state_dict(state["scheduler"])
-    if state["update"] == 0:
-        engine.reset_optimizer()  # saving gave an unused optimizer a state of one step
+    engine.load(path, state["update"])
     mine = path / f"random-{world.rank}.pt"
     if mine.is_file():  # a larger world than the one that saved has ranks without a state: they keep the seed's
         _restore_random_state(torch.load(mine, weights_only=False), world.device)
@@ -125,10 +110,6 @@ def _own_bytes(path: Path, rank: int) -> int:
     """Return the bytes that this rank wrote; rank 0 also wrote what belongs to all."""
     patterns = [f"__{rank}_*", f"random-{rank}.pt", *([".metadata", _STATE] if rank == 0 else [])]
     return sum(f.stat().st_size for pattern in patterns for f in path.glob(pattern))
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -24,10 +24,15 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """A field exists only where `field` has one of `values`."""
+    """A field exists only where `field` has one of `values`, or is above `above`."""
 
     field: str
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    above: int | None = None
+
+    def holds(self, value: Any) -> bool:
+        """Tell whether the condition holds for this value of `field`."""
+        return value in self.values or (self.above is not None and value is not None and value > self.above)
 
 
 def option(
@@ -87,8 +92,18 @@ class SystemConfig:
     strategy: str = option("ddp", "the data-parallel method", choices="strategies")
     num_workers: int = option(1, "ranks: one per GPU, or per CPU process", at_least=1)
     micro_batch_size: int = option(1, "samples in one forward and backward pass of a rank", at_least=1)
+    activation_checkpointing: Literal["none", "selective", "full"] = option(
+        "none",
+        "what the backward pass recomputes: nothing; all but attention and every second matrix product; whole blocks",
+    )
+    offload_activations: bool = option(False, "keep what is saved for the backward pass in host memory")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option("sdpa", "attention kernel")
-    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={"help": "the strategy's own options"})
+    tp: int = option(1, "tensor-parallel degree: ranks that share each layer", at_least=1)
+    pp: int = option(1, "pipeline-parallel degree: ranks that hold different layers", at_least=1)
+    cp: int = option(1, "context-parallel degree: ranks that share each sequence", at_least=1)
+    options: Mapping[str, Scalar] = field(
+        default_factory=dict, metadata={"help": "options of the strategy, and of the degrees above 1"}
+    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +178,7 @@ def to_tree(config: Any) -> dict[str, Any]:
 def applies(f: dataclasses.Field[Any], value_of: typing.Callable[[str], Any]) -> bool:
     """Tell whether a field exists, given the values of its siblings."""
     condition: OnlyWith | None = f.metadata.get("only_with")
-    return condition is None or value_of(condition.field) in condition.values
+    return condition is None or condition.holds(value_of(condition.field))
 
 
 def _build(cls: type[Any], tree: Any, path: str, faults: list[str]) -> Any:
@@ -183,14 +198,14 @@ def _build(cls: type[Any], tree: Any, path: str, faults: list[str]) -> Any:
         else:
             faults.append(f"unknown key {where}{did_you_mean(str(key), fields)}")
     if "options" in fields:
-        values["options"] = _strategy_options(values, extra, path, set(fields) - {"options"}, faults)
+        values["options"] = _owned_options(values, extra, path, set(fields) - {"options"}, faults)
     return None if faults else cls(**values)
 
 
-def _strategy_options(
+def _owned_options(
     values: dict[str, Any], extra: dict[str, Any], path: str, known: set[str], faults: list[str]
 ) -> dict[str, Scalar]:
-    from trainers.strategies import STRATEGIES
+    from trainers.strategies import DIMENSIONS, STRATEGIES
 
     name = values.get("strategy") or SystemConfig.strategy
     if name not in STRATEGIES:
@@ -199,12 +214,14 @@ def _strategy_options(
             f"available: {', '.join(STRATEGIES)}"
         )
         return {}
-    declared = {o.name: o for o in STRATEGIES[name].options}
+    used = [d for d in DIMENSIONS if (values.get(d) or 1) > 1]
+    declared = {o.name: o for o in (*STRATEGIES[name].options, *(o for d in used for o in DIMENSIONS[d].options))}
     chosen: dict[str, Scalar] = {o.name: o.default for o in declared.values()}
     for key, raw in extra.items():
         where = f"{path}.{key}" if path else key
         if key not in declared:
-            faults.append(f"unknown key {where} for strategy {name}{did_you_mean(key, known | set(declared))}")
+            owners = ", ".join([f"strategy {name}", *(f"{d}={values[d]}" for d in used)])
+            faults.append(f"unknown key {where} for {owners}{did_you_mean(key, known | set(declared))}")
         elif raw is not None:  # a key with no value is unset
             value = _convert(declared[key].type, raw, where, faults, None)
             allowed = declared[key].choices

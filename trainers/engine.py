@@ -1,148 +1,336 @@
-"""The native engine: one optimizer update over the micro batches of a window, whatever axes were applied."""
+"""One optimizer update over the micro batches of a window: what an engine is, and the native one."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, pad
 
+from trainers import activation_checkpointing
+from trainers.build import Built
 from trainers.config import LearningConfig
 from trainers.data import IGNORED
+from trainers.gradients import clip, global_norm, local
+from trainers.layout import Layout
 from trainers.memory import MemoryMeter
-from trainers.plan import Plan
-from trainers.ranks import World
-from trainers.strategies import Strategy
+from trainers.strategies import STRATEGIES, Setting, dimensions
 
-Batch = dict[str, torch.Tensor]  # input_ids, labels: int64 [rows, tokens]
+Batch = dict[str, torch.Tensor]
+"""input_ids and labels, int64 [rows, tokens]; as the model runs it: input_ids, targets and position_ids."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One update as this rank saw it: its share of the loss sum, and the global gradient norm before clipping."""
+    """One update: the loss sum of the window's targets over all ranks, and the global gradient norm before clipping."""
 
     loss_sum: float
     grad_norm: float
     learning_rate: float
 
 
-class Engine:
-    """Owns accumulation, loss scaling, clipping, optimizer and schedule over a wrapped model.
+class Engine(ABC):
+    """The contract of an engine: it owns accumulation, loss scaling, clipping, optimizer, schedule and their state.
 
     The loss of a window is the mean over all its target tokens, over ranks and micro batches. Each micro step
     backpropagates `divisor · S / N`: S the sum over its targets, N the targets of the whole window, divisor what the
-    strategy's reduction divides by.
+    strategy's reduction divides by. Every rank calls every method alike.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: Strategy,
-        plan: Plan,
-        world: World,
-        learning: LearningConfig,
-        total_updates: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.module = model
-        self.model = strategy.apply(model, world)
-        self._strategy, self._divisor = strategy, strategy.gradient_divisor(plan)
-        self._world, self._learning, self._total_updates, self._dtype = world, learning, total_updates, dtype
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self.reset_optimizer()
-
-    def reset_optimizer(self) -> None:
-        """Start optimizer and schedule anew."""
-        c = self._learning
-        fused = self._world.device.type == "cuda"  # one kernel, and no second copy of the parameters as foreach needs
-        self.optimizer = torch.optim.AdamW(
-            self._trained,
-            lr=c.learning_rate,
-            betas=(c.adam_beta1, c.adam_beta2),
-            eps=c.adam_epsilon,
-            weight_decay=c.weight_decay,
-            fused=fused or None,
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-
-    def _rate(self, update: int) -> float:
-        return schedule(self._learning, update, self._total_updates)
-
+    @abstractmethod
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
         """Do one optimizer update. Every rank brings the same number of micro batches."""
-        self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for i, batch in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            with nullcontext() if last else self._strategy.accumulating(self.model):
-                with meter.phase("forward"):
-                    loss = self._loss_sum(batch)
-                with meter.phase("backward"):
-                    (loss * (self._divisor / max(window_targets, 1))).backward()
-            total += loss.detach()
-        rate = float(self.scheduler.get_last_lr()[0])
-        with meter.phase("optimizer"):
-            limit = self._learning.max_grad_norm or float("inf")
-            norm = float(nn.utils.clip_grad_norm_(self._trained, limit))
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return Step(float(total), norm, rate)
 
-    @torch.no_grad()
+    @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the sum of the losses of these batches' targets, on this rank."""
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for batch in batches:
-            total += self._loss_sum(batch)
-        return float(total)
+        """Return the sum of the losses of all ranks' targets."""
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Return the summed cross entropy of a micro batch's targets, in float32 at least; 0 where there are none.
-
-        No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
-        to its right, so padding changes nothing but keeps the kernels' fast paths open.
-        """
-        device = self._world.device
-        mixed = torch.autocast(device.type, self._dtype) if self._dtype != torch.float32 else nullcontext()
-        with mixed:
-            logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
-        predicted = logits[:, :-1]
-        if predicted.dtype.itemsize < 4:  # half precision; float64 stays as it is
-            predicted = predicted.float()
-        predicted = predicted.flatten(0, 1)  # [rows · (tokens − 1), vocabulary]
-        labels = batch["labels"][:, 1:].flatten()
-        return cross_entropy(predicted, labels, ignore_index=IGNORED, reduction="sum")
-
+    @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that lives between steps: weights, gradients, optimizer state."""
-        for p in (*self.module.parameters(), *self.module.buffers()):
-            yield p.data
-            if p.grad is not None:
-                yield p.grad
-        for state in self.optimizer.state.values():
-            yield from (v for v in state.values() if isinstance(v, torch.Tensor))
+        """Yield every tensor of this rank that lives between steps: weights, gradients, optimizer state."""
 
-    def snapshot(self) -> list[torch.Tensor]:
-        """Return copies of the trained weights on the host."""
-        return [p.detach().to("cpu", copy=True) for p in self._trained]
+    @abstractmethod
+    def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and whole value of each trained parameter of this rank's part of the model."""
 
-    @torch.no_grad()
-    def restore(self, snapshot: Sequence[torch.Tensor]) -> None:
-        """Put a snapshot's weights back and start the optimizer anew."""
-        for p, saved in zip(self._trained, snapshot, strict=True):
-            p.copy_(saved)
-        self.reset_optimizer()
+    @abstractmethod
+    def snapshot(self) -> Any:
+        """Return a copy, on the host, of what training changes."""
+
+    @abstractmethod
+    def restore(self, snapshot: Any) -> None:
+        """Put a snapshot back, and start optimizer and schedule anew."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write trained weights and the optimizer's and schedule's state into a folder."""
+
+    @abstractmethod
+    def load(self, folder: Path, updates: int) -> None:
+        """Read what `save` wrote after `updates` updates."""
 
     def close(self) -> None:
         """Drop the model. It must be gone before the process group is: gloo deadlocks otherwise (torch 2.13)."""
         self.__dict__.clear()
+
+
+# Frozen weights are not saved: they are the base model's. Flat optimizer keys survive another split of the model.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
+
+
+class NativeEngine(Engine):
+    """torch alone, over whatever strategy and dimensions were applied."""
+
+    def __init__(
+        self,
+        built: Built,
+        setting: Setting,
+        layout: Layout,
+        total_updates: int,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        self.module, self.parts = built.model, built.parts
+        self._setting, self._layout, self._total_updates = setting, layout, total_updates
+        self._strategy = STRATEGIES[setting.system.strategy]
+        self._dimensions = dimensions(setting.system)
+        self._divisor = self._strategy.gradient_divisor(setting)
+        self._optimizer_class = optimizer
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._runner = make_runner(built, setting, layout)
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Start optimizer and schedule anew."""
+        learning = self._setting.learning
+        options = optimizer_options(self._optimizer_class, learning, self._layout.device)
+        groups = [{"params": group} for group in by_mesh(self._trained)]
+        self.optimizer = self._strategy.optimizer(groups, self._layout, self._optimizer_class, **options)
+        self._schedule_after(0)
+
+    def _schedule_after(self, updates: int) -> None:
+        """Set the learning rate to that of the update which follows `updates` others."""
+
+        def factor(update: int) -> float:
+            return schedule(self._setting.learning, update, self._total_updates)
+
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor, last_epoch=updates - 1)
+
+    def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
+        for part in self.parts:
+            part.train()
+        window = self._runner.window(micro_batches)
+        scale = self._divisor / max(window_targets, 1)
+        total = self._runner.train(map(self._prepare, window), len(window), scale, meter)
+        rate = float(self.scheduler.get_last_lr()[0])
+        with meter.phase("optimizer"):
+            norm = global_norm(self._trained, self._layout, self._runner.counted_elsewhere())
+            clip(self._trained, norm, self._setting.learning.max_grad_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return Step(self._layout.sum([float(total)])[0], norm, rate)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        for part in self.parts:
+            part.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        for batch in batches:
+            total += self._runner.evaluate(self._prepare(batch))
+        return self._layout.sum([float(total)])[0]
+
+    def _prepare(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch."""
+        ready = prepared(batch, math.lcm(*(d.multiple(self._setting) for d in self._dimensions)))
+        for dimension in self._dimensions:
+            ready = dimension.shard_batch(ready, self._setting, self._layout)
+        return ready
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for p in (*self.module.parameters(), *self.module.buffers()):
+            yield local(p.data)
+            if p.grad is not None:
+                yield local(p.grad)
+        for state in self.optimizer.state.values():
+            yield from (local(v) for v in state.values() if isinstance(v, torch.Tensor))
+
+    def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self.module.named_parameters():
+            if p.requires_grad:
+                value = p.detach()
+                # A copy either way: the full tensor of a replicated parameter is the parameter itself.
+                yield name, (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [local(p.detach()).to("cpu", copy=True) for p in self._trained]
+
+    def _forget_gathered(self) -> None:
+        """Free weights that an evaluation gathered and no backward pass freed: they would hide new values."""
+        for module in (m for part in self.parts for m in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def restore(self, snapshot: Sequence[torch.Tensor]) -> None:
+        self._forget_gathered()
+        for p, saved in zip(self._trained, snapshot, strict=True):
+            local(p).copy_(saved)
+        self.reset_optimizer()
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=_OPTIONS)
+        state = {"model": model, "optimizer": optimizer}
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        state_dict_saver.save(state, checkpoint_id=folder, no_dist=self._layout.world.size == 1)
+
+    def load(self, folder: Path, updates: int) -> None:
+        self._forget_gathered()
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=_OPTIONS)
+        state = {"model": model, "optimizer": optimizer}
+        state_dict_loader.load(state, checkpoint_id=folder, no_dist=self._layout.world.size == 1)
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS
+        )
+        if updates == 0:
+            self.reset_optimizer()  # saving gave an unused optimizer a state of one step
+        self._schedule_after(updates)
+
+
+class Runner(ABC):
+    """How the micro batches of a window run through this rank's part of the model."""
+
+    def window(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return a window's micro batches in the form in which they can run; called before any division of rows."""
+        return micro_batches
+
+    @abstractmethod
+    def train(self, batches: Iterable[Batch], count: int, scale: float, meter: MemoryMeter) -> torch.Tensor:
+        """Run forward and backward passes; return the sum of this rank's target losses, float64, a scalar."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of this rank's target losses, without gradients."""
+
+    def counted_elsewhere(self) -> Sequence[nn.Parameter]:
+        """Return trained parameters whose gradient another rank counts in the global norm."""
+        return ()
+
+
+class OneByOne(Runner):
+    """The whole model is on this rank (or its shards are gathered): micro batch after micro batch."""
+
+    def __init__(self, model: nn.Module, setting: Setting, layout: Layout) -> None:
+        self._model, self._setting, self._layout = model, setting, layout
+        self._strategy = STRATEGIES[setting.system.strategy]
+
+    def train(self, batches: Iterable[Batch], count: int, scale: float, meter: MemoryMeter) -> torch.Tensor:
+        offload = self._setting.system.offload_activations
+        total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        for i, batch in enumerate(batches):
+            last = i == count - 1
+            with self._strategy.accumulating(self._model, last), loss_context(self._setting):
+                with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
+                    loss = self._loss(batch)
+                with meter.phase("backward"):
+                    (loss * scale).backward()
+            total += whole_value(loss)
+        return total
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        with loss_context(self._setting):
+            return whole_value(self._loss(batch)).double()
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        """Return the summed cross entropy of a micro batch's targets.
+
+        No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
+        to its right, so padding changes nothing but keeps the kernels' fast paths open.
+        """
+        output = self._model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        return loss_sum(output.logits, batch["targets"])
+
+
+def make_runner(built: Built, setting: Setting, layout: Layout) -> Runner:
+    """Return how this rank's part of the model is run."""
+    if setting.plan.pp == 1:
+        return OneByOne(built.parts[0], setting, layout)
+    from trainers.stages import Pipeline
+
+    return Pipeline(built, setting, layout)
+
+
+def prepared(batch: Batch, multiple: int = 1) -> Batch:
+    """Return a batch as the model runs it: input_ids, targets, position_ids, int64 [rows, tokens].
+
+    Position t of the targets holds the token to predict there; shifted before any division of the sequence, or targets
+    at the edges would be lost. Rows are padded to a multiple of `multiple` tokens.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    short = -ids.shape[1] % multiple
+    ids, labels = pad(ids, (0, short)), pad(labels, (0, short), value=IGNORED)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return {"input_ids": ids, "targets": pad(labels[:, 1:], (0, 1), value=IGNORED), "position_ids": positions}
+
+
+def loss_context(setting: Setting) -> AbstractContextManager[None]:
+    """Return the context of a loss and of its backward pass."""
+    if setting.plan.tp == 1:
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()  # the logits stay sharded over the vocabulary
+
+
+def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the targets' cross entropy, in float32 at least; 0 where there is no target.
+
+    `logits` [rows, tokens, vocabulary], `targets` int64 [rows, tokens], IGNORED where there is none.
+    """
+    if logits.dtype.itemsize < 4:  # half precision; float64 stays as it is
+        logits = logits.float()
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def whole_value(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss as a plain tensor, detached."""
+    detached = loss.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by the mesh that they are spread over: an optimizer's fused step takes one mesh at a time."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(hash(p.device_mesh) if isinstance(p, DTensor) else 0, []).append(p)
+    return list(groups.values())
+
+
+def optimizer_options(
+    cls: type[torch.optim.Optimizer], learning: LearningConfig, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of an optimizer: AdamW's, or the learning rate alone."""
+    if cls is not torch.optim.AdamW:
+        return {"lr": learning.learning_rate}
+    return {
+        "lr": learning.learning_rate,
+        "betas": (learning.adam_beta1, learning.adam_beta2),
+        "eps": learning.adam_epsilon,
+        "weight_decay": learning.weight_decay,
+        # one kernel, and no second copy of the parameters as foreach needs
+        "fused": True if device.type == "cuda" else None,
+    }
 
 
 def schedule(learning: LearningConfig, update: int, total_updates: int) -> float:

@@ -19,18 +19,18 @@ import torch
 
 from trainers import batch as batching
 from trainers import checkpoint
-from trainers.adapter import apply_adapter
 from trainers.batch import Counts, Window
 from trainers.config import TrialConfig, to_tree
 from trainers.data import TokenizedDataset, collate
 from trainers.engine import Batch, Engine
 from trainers.environment import describe
+from trainers.layout import Layout
 from trainers.memory import MemoryMeter, host_peak_bytes
-from trainers.model import compute_dtype, load
+from trainers.model import shape
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import Evaluation, History, Save, StopReason, TrialResult, Update
-from trainers.strategies import STRATEGIES
+from trainers.strategies import STRATEGIES, Setting
 from trainers.timing import Stopwatch
 
 DIVERGED = 1.5  # an evaluation above this multiple of the first one ends the run
@@ -52,7 +52,10 @@ def train(
     history = History()
     seconds: dict[str, float] = {}
     learning, system = config.learning, config.system
-    plan = STRATEGIES[system.strategy].plan(system)
+    strategy = STRATEGIES[system.strategy]
+    plan = strategy.plan(system)
+    setting = Setting(learning, system, plan, shape(config.model, config.model_revision), world.device.type)
+    layout = Layout(plan, world)
     assert plan.world == world.size, f"the plan needs {plan.world} ranks, the job has {world.size}"
     # raises where it does not divide
     accumulation = plan.accumulation(learning.global_batch_size, system.micro_batch_size)
@@ -63,28 +66,16 @@ def train(
         samples, learning.global_batch_size, learning.seed, max_tokens=config.run.max_tokens, epochs=config.run.epochs
     )
     prints = batching.fingerprints(updates, samples)
-    feed = Feed(data, plan.dp, plan.dp_rank(world.rank), system.micro_batch_size, world.device)
+    feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device)
     folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
     found = checkpoint.latest(folder, world) if folder is not None else None
     identity = learning_identity(config, data)
 
-    # 2. Model, adapter, strategy, optimizer: in this order.
-    torch.manual_seed(learning.seed)
+    # 2. Model, adapter, strategy, optimizer, in the order that trainers.build shows.
     with timed(seconds, "model"), meter.phase("load"):
-        model = load(config.model, config.model_revision, learning, system.attn_implementation, world.device)
-        model = apply_adapter(model, learning)
-        engine = Engine(
-            model,
-            STRATEGIES[system.strategy],
-            plan,
-            world,
-            learning,
-            len(updates),
-            compute_dtype(learning, world.device.type),
-        )
-        del model
-    # Ranks that hold other samples draw other dropout masks; the adapter's weights are drawn already, equal on all.
-    torch.manual_seed(learning.seed + plan.dp_rank(world.rank))
+        engine = strategy.make_engine(config.model, config.model_revision, setting, layout, len(updates))
+    # Ranks that hold other tokens draw other dropout masks; those that share them (tp) the same.
+    torch.manual_seed(learning.seed + layout.dp_rank * plan.cp + layout.at["cp"])
 
     # 3. Rehearse the worst batch and forget it again; then go on from the last save, or evaluate what is there.
     with timed(seconds, "rehearsal"):
@@ -107,7 +98,7 @@ def train(
         micro_batches, counts = feed.window(window)
         step = engine.step(micro_batches, counts.targets, meter)
         step_time_s = clock.stop()
-        loss = world.sum([step.loss_sum])[0] / max(counts.targets, 1)
+        loss = step.loss_sum / max(counts.targets, 1)
         history.updates.append(
             Update(
                 window.update,
@@ -212,8 +203,7 @@ def evaluate(engine: Engine, feed: Feed, history: History, world: World, meter: 
     """Evaluate on all evaluation data; the loss is the mean over its target tokens."""
     start = time.perf_counter()
     with meter.phase("eval"):
-        mine = engine.evaluate(feed.evaluation())
-    total = world.sum([mine])[0]
+        total = engine.evaluate(feed.evaluation())
     seconds = world.max([time.perf_counter() - start])[0]
     return Evaluation(len(history.updates), history.consumed_tokens, total / feed.eval_targets, seconds)
 

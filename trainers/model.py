@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainers.config import LearningConfig
 from trainers.embedded import model as embedded
 from trainers.embedded.model import EMBEDDED
 from trainers.errors import UserError, did_you_mean
@@ -78,32 +77,38 @@ def tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase
     return found
 
 
-def compute_dtype(learning: LearningConfig, device: str) -> torch.dtype:
-    """Return the dtype of compute and of frozen weights."""
+def skeleton(name: str, revision: str | None, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    """Return the model on the meta device: its modules and the shapes of its weights, and no memory."""
     import torch
+    from transformers import AutoModelForCausalLM
 
-    name = learning.param_dtype
-    if name == "auto":
-        name = "bfloat16" if device == "cuda" else "float32"
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    config = hf_config(name, revision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.tie_weights()  # types differ on meta, and a tied head must be one tensor before anything is divided
+    return cast("nn.Module", model)
 
 
-def load(name: str, revision: str | None, learning: LearningConfig, attn: str, device: torch.device) -> nn.Module:
-    """Load the pretrained model onto `device`: float32 where all weights are trained, else the compute dtype."""
-    import torch
-
-    dtype = torch.float32 if learning.adapter == "full" else compute_dtype(learning, device.type)
-    if name == EMBEDDED:
-        return cast("nn.Module", embedded.load(dtype, attn).to(device))
+def whole(name: str, revision: str | None, dtype: torch.dtype, attn: str, device: torch.device, **more: Any) -> Any:
+    """Load the pretrained model in one piece onto `device`: for kinds whose weights cannot be read by name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one line a rank, in logs that nobody watches
     model = _reached(
         name,
-        lambda: AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, attn_implementation=attn),
+        lambda: AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, dtype=dtype, attn_implementation=attn, **more
+        ),
     )
-    return cast("nn.Module", model.to(device))
+    return model if more else model.to(device)
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the decoder blocks of a model, of an adapter around one, or of a pipeline's stage, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def _reached(name: str, call: Any) -> Any:

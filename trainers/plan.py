@@ -24,6 +24,23 @@ class Plan:
             if degree < 1:
                 raise ValueError(f"{name}={degree}: a degree is at least 1")
 
+    @staticmethod
+    def of(num_workers: int, *, tp: int = 1, pp: int = 1, cp: int = 1, dp_replicate: int | None = None) -> Plan:
+        """Return the plan in which all ranks that tp, pp and cp leave are data parallel.
+
+        `dp_replicate` of them hold copies, the others shards; None: all hold copies. Raises ValueError, with every
+        factor, where num_workers does not divide.
+        """
+        left, rest = divmod(num_workers, tp * pp * cp)
+        factors = " × ".join(f"{name}={degree}" for name, degree in (("tp", tp), ("pp", pp), ("cp", cp)) if degree > 1)
+        if rest:
+            raise ValueError(f"num_workers={num_workers} is not divisible by {factors}")
+        copies = left if dp_replicate is None else dp_replicate
+        if left % copies:
+            given = f" / ({factors})" if factors else ""
+            raise ValueError(f"num_workers={num_workers}{given} = {left} is not divisible by dp_replicate={copies}")
+        return Plan(dp_replicate=copies, dp_shard=left // copies, tp=tp, pp=pp, cp=cp)
+
     def degrees(self) -> dict[str, int]:
         return {
             "pp": self.pp,

@@ -94,6 +94,18 @@ def current(device: str) -> World:
     return World(0, 1, on)
 
 
+def ensure_group(world: World) -> None:
+    """Make a process group of this one process where none was joined: meshes need one, also of size 1."""
+    if not dist.is_initialized():
+        assert world.size == 1, "a world of several ranks has joined its group"
+        dist.init_process_group(
+            "nccl" if world.device.type == "cuda" else "gloo",
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # not in its stubs
+            rank=0,
+            world_size=1,
+        )
+
+
 @contextmanager
 def joined(device: str, timeout_s: float = 1800.0) -> Iterator[World]:
     """Join the world that torchrun's environment names (a world of one without it), and leave it at the end."""

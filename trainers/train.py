@@ -19,7 +19,7 @@ from trainers.job import run_rank
 from trainers.loop import Hooks
 from trainers.prepare import locate_data, prepare
 from trainers.ranks import World
-from trainers.strategies import STRATEGIES
+from trainers.strategies import STRATEGIES, Setting, illegal
 from trainers.timing import summarize
 
 USAGE = "usage: python -m trainers.train CONFIG.yaml   (or: torchrun --nproc-per-node N -m trainers.train CONFIG.yaml)"
@@ -59,17 +59,21 @@ def resolve(config: TrialConfig) -> TrialConfig:
             f"the config is for system.num_workers={config.system.num_workers}, but {ranks_started} "
             f"process(es) were started; use torchrun --nproc-per-node {config.system.num_workers}"
         )
-    plan = STRATEGIES[config.system.strategy].plan(config.system)
     try:
+        plan = STRATEGIES[config.system.strategy].plan(config.system)
         plan.accumulation(config.learning.global_batch_size, config.system.micro_batch_size)
     except ValueError as error:
         raise UserError(str(error)) from None
     out = str(Path(config.run.output_dir).expanduser().resolve()) if config.run.output_dir else None
     eval_data = locate_data(config.eval_data) if config.eval_data else None
     device = ranks.resolve_device(config.run.device)
+    located = model.locate(config.model)
+    shape = model.shape(located, config.model_revision)
+    if rules := illegal(Setting(config.learning, config.system, plan, shape, device)):
+        raise UserError(rules)
     return dataclasses.replace(
         config,
-        model=model.locate(config.model),
+        model=located,
         data=locate_data(config.data),
         eval_data=eval_data,
         run=dataclasses.replace(config.run, output_dir=out, device=device),

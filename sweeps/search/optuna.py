@@ -102,7 +102,7 @@ class Optuna(Searcher):
         for config in (LearningConfig, SystemConfig):
             for axis in axes(config):
                 values = self._values[axis.name]
-                if axis.only_with and chosen.get(axis.only_with.field) not in axis.only_with.values:
+                if axis.only_with and not axis.only_with.holds(chosen.get(axis.only_with.field)):
                     continue
                 if len(values) > 1:
                     chosen[axis.name] = trial.suggest_categorical(axis.name, values)
@@ -116,7 +116,7 @@ class Optuna(Searcher):
 def _applicable(point: Mapping[str, Any]) -> dict[str, Any]:
     """Drop conditional values whose condition does not hold."""
     conditions = {a.name: a.only_with for config in (LearningConfig, SystemConfig) for a in axes(config)}
-    return {n: v for n, v in point.items() if (only := conditions[n]) is None or point.get(only.field) in only.values}
+    return {n: v for n, v in point.items() if (only := conditions[n]) is None or only.holds(point.get(only.field))}
 
 
 def _key(values: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def test_help_lists_spaces_keys_types_and_defaults(capsys: pytest.CaptureFixture
     assert run.main(["--help"]) == 0
     shown = capsys.readouterr().out
     for text in ("lora_small", "budget.trials: int or null = null", "learning.learning_rate: float or list",
-                 "system.strategy: ddp or list = ddp", "resume: latest or a sweep's id"):  # fmt: skip
+                 "system.strategy: ddp|fsdp2|zero or list = ddp", "resume: latest or a sweep's id"):  # fmt: skip
         assert text in shown
 
 

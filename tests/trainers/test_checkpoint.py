@@ -19,7 +19,7 @@ from tests.rank_pool import RankPool
 from tests.trainers.tiny import OneWeight, build, changed, config, data, targets, train_here
 from trainers import checkpoint
 from trainers.config import LearningConfig, TrialConfig
-from trainers.engine import Engine
+from trainers.engine import NativeEngine
 from trainers.errors import UserError
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
@@ -39,15 +39,15 @@ class Partly(OneWeight):
         self.frozen = nn.Parameter(torch.full((), 3.0), requires_grad=False)
 
 
-def engine_after(updates: int) -> Engine:
+def engine_after(updates: int) -> NativeEngine:
     world = current("cpu")
-    engine = build(Engine, Partly(), LEARNING, world, 10)
+    engine = build(NativeEngine, Partly(), LEARNING, world, 10)
     for _ in range(updates):
         engine.step([targets(1.0)], world.size, MemoryMeter(world.device))
     return engine
 
 
-def state_of(engine: Engine) -> dict[str, Any]:
+def state_of(engine: NativeEngine) -> dict[str, Any]:
     (moments,) = engine.optimizer.state_dict()["state"].values()
     return {
         "weight": engine.module.weight.item(),
@@ -165,14 +165,18 @@ def full_at_the_end(path: Path, target: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "failing"),
-    [("state_dict_saver.save", full), ("_random_state", full), ("Path.rename", full_at_the_end)],
+    [
+        ("trainers.engine.NativeEngine.save", full),
+        ("trainers.checkpoint._random_state", full),
+        ("trainers.checkpoint.Path.rename", full_at_the_end),
+    ],
 )
 def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
     where: str, failing: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = save_after(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(f"trainers.checkpoint.{where}", failing)
+        patch.setattr(where, failing)
         with pytest.raises(OSError, match="No space"):
             save_after(tmp_path, 2)
     assert (tmp_path / ".partial-000002").is_dir()

@@ -19,11 +19,12 @@ from torch import nn
 from tests.rank_pool import RankPool
 from tests.trainers.tiny import OneWeight, build, no_target, targets
 from trainers import batch
+from trainers import engine as engines
 from trainers.adapter import apply_adapter
 from trainers.batch import Window
 from trainers.config import LearningConfig
 from trainers.data import TokenizedDataset
-from trainers.engine import Batch, Engine, Step, schedule
+from trainers.engine import Batch, NativeEngine, Step, loss_sum, schedule
 from trainers.loop import Feed
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
@@ -144,17 +145,20 @@ def reference(learning: LearningConfig) -> Course:
     return course
 
 
-class MeanOfMeans(Engine):
+def mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss_sum(logits, targets) / max(int((targets != -100).sum()), 1)
+
+
+class MeanOfMeans(NativeEngine):
     """The mutation: each micro batch is averaged over its own targets, then the averages are averaged."""
 
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
-        return super().step(micro_batches, len(micro_batches) * self._world.size, meter)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "loss_sum", mean)
+            return super().step(micro_batches, len(micro_batches) * self._layout.world.size, meter)
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        return super()._loss_sum(batch) / max(int((batch["labels"][:, 1:] != -100).sum()), 1)
 
-
-def run_engine(kind: type[Engine], learning: LearningConfig) -> Course:
+def run_engine(kind: type[NativeEngine], learning: LearningConfig) -> Course:
     """Train through the engine on this process's world: 4 micro steps a full window at world 1, 2 at world 2."""
     world = current("cpu")
     data = TrialData(dataset(), dataset(), PAD)
@@ -169,7 +173,7 @@ def run_engine(kind: type[Engine], learning: LearningConfig) -> Course:
         micro_batches, counts = feed.window(window)
         step = engine.step(micro_batches, counts.targets, MemoryMeter(world.device))
         assert type(step.grad_norm) is float
-        course.losses.append(world.sum([step.loss_sum])[0] / counts.targets)
+        course.losses.append(step.loss_sum / counts.targets)
         course.norms.append(step.grad_norm)
         course.weights.append([p.detach().clone() for p in trained])
     engine.close()
@@ -206,7 +210,7 @@ def case(request: pytest.FixtureRequest) -> tuple[LearningConfig, Course]:
     return learning, reference(learning)
 
 
-def on(world: int, ranks: Ranks, kind: type[Engine], learning: LearningConfig) -> list[Course]:
+def on(world: int, ranks: Ranks, kind: type[NativeEngine], learning: LearningConfig) -> list[Course]:
     return [run_engine(kind, learning)] if world == 1 else ranks(world).run(run_engine, kind, learning)
 
 
@@ -227,7 +231,7 @@ def test_the_engine_equals_one_backward_over_the_window(
 ) -> None:
     learning, right = case
     assert right.norms[0] == pytest.approx(2 * learning.max_grad_norm)
-    for course in on(world, ranks, Engine, learning):
+    for course in on(world, ranks, NativeEngine, learning):
         assert max(difference(course, right).values()) <= EXACT, difference(course, right)
 
 
@@ -242,7 +246,7 @@ def test_mean_of_means_would_be_noticed(world: int, case: tuple[LearningConfig, 
 # Worked values
 
 
-def losses_and_norms(kind: type[Engine], shares: list[list[list[Batch]]]) -> list[tuple[float, float]]:
+def losses_and_norms(kind: type[NativeEngine], shares: list[list[list[Batch]]]) -> list[tuple[float, float]]:
     """Do the updates `shares[rank][update]`; return the mean loss and the gradient of each."""
     world = current("cpu")
     learning = dataclasses.replace(FULL, learning_rate=1e-15, max_grad_norm=0, weight_decay=0)
@@ -252,7 +256,7 @@ def losses_and_norms(kind: type[Engine], shares: list[list[list[Batch]]]) -> lis
         labels = [b["labels"][:, 1:] for share in shares for b in share[update]]
         total = sum(int((row != -100).sum()) for row in labels)
         step = engine.step(mine, total, MemoryMeter(world.device))
-        found.append((world.sum([step.loss_sum])[0] / total, step.grad_norm))
+        found.append((step.loss_sum / total, step.grad_norm))
     engine.close()
     return found
 
@@ -269,7 +273,7 @@ NONE_AND_ONE = (no_target(), targets(0.2), 0.2, 0.1)
 )
 def test_worked_means(first: Batch, second: Batch, mean: float, mean_of_means: float, ranks: Ranks) -> None:
     in_turn, apart = [[[first, second]]], [[[first]], [[second]]]
-    for found in (losses_and_norms(Engine, in_turn), *ranks(2).run(losses_and_norms, Engine, apart)):
+    for found in (losses_and_norms(NativeEngine, in_turn), *ranks(2).run(losses_and_norms, NativeEngine, apart)):
         assert found == [(pytest.approx(mean, abs=1e-12), pytest.approx(mean, abs=1e-12))]
     for wrong in (losses_and_norms(MeanOfMeans, in_turn), *ranks(2).run(losses_and_norms, MeanOfMeans, apart)):
         assert wrong[0][1] == pytest.approx(mean_of_means, abs=1e-12)
@@ -278,25 +282,20 @@ def test_worked_means(first: Batch, second: Batch, mean: float, mean_of_means: f
 def test_a_short_last_window_has_its_full_weight() -> None:
     """6 micro batches of constant loss 1 at accumulation 4: the second window contributes 1.0, not 0.5."""
     one = targets(1.0)
-    found = losses_and_norms(Engine, [[[one] * 4, [one] * 2]])
+    found = losses_and_norms(NativeEngine, [[[one] * 4, [one] * 2]])
     assert found == [(pytest.approx(1.0), pytest.approx(1.0))] * 2
 
 
 def test_a_window_without_targets_is_zero_and_finite() -> None:
-    engine = build(Engine, OneWeight(), FULL, current("cpu"), 1)
+    engine = build(NativeEngine, OneWeight(), FULL, current("cpu"), 1)
     step = engine.step([no_target()], 0, MemoryMeter(torch.device("cpu")))
     assert (step.loss_sum, step.grad_norm) == (0.0, 0.0)
 
 
 def test_half_precision_logits_give_a_float32_loss() -> None:
-    class Half(OneWeight):
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-            output = super().forward(input_ids, use_cache)
-            output.logits = output.logits.bfloat16()
-            return output
-
-    engine = build(Engine, Half(), FULL, current("cpu"), 1)
-    loss = engine._loss_sum(targets(*[1.0] * 300))
+    batch = engines.prepared(targets(*[1.0] * 300))
+    logits = OneWeight()(**{k: batch[k] for k in ("input_ids", "position_ids")}, use_cache=False).logits.bfloat16()
+    loss = loss_sum(logits, batch["targets"])
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(300, rel=1e-2)  # summed in bfloat16 it would stop at 256
 
@@ -318,14 +317,14 @@ def test_schedules(kind: Any, expected: list[float]) -> None:
 
 
 def test_the_step_reports_the_rate_it_used() -> None:
-    engine = build(Engine, OneWeight(), dataclasses.replace(FULL, learning_rate=0.5), current("cpu"), 4)
+    engine = build(NativeEngine, OneWeight(), dataclasses.replace(FULL, learning_rate=0.5), current("cpu"), 4)
     meter = MemoryMeter(torch.device("cpu"))
     rates = [engine.step([targets(1.0)], 1, meter).learning_rate for _ in range(4)]
     assert rates == [0.5, 0.375, 0.25, 0.125]
 
 
 def test_a_snapshot_brings_back_weights_and_a_new_optimizer() -> None:
-    engine = build(Engine, OneWeight(), dataclasses.replace(FULL, learning_rate=0.5), current("cpu"), 4)
+    engine = build(NativeEngine, OneWeight(), dataclasses.replace(FULL, learning_rate=0.5), current("cpu"), 4)
     before = engine.snapshot()
     engine.step([targets(1.0)], 1, MemoryMeter(torch.device("cpu")))
     assert float(engine.module.weight) != 1.0

@@ -10,8 +10,8 @@ import pytest
 
 import trainers
 from trainers import strategies
-from trainers.config import SystemConfig
-from trainers.strategies import STRATEGIES, Strategy
+from trainers.config import LearningConfig, SystemConfig
+from trainers.strategies import DIMENSIONS, STRATEGIES, Setting, Strategy
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(trainers.__path__, "trainers.") if m.name != "trainers.worker")
 NOT_NEEDED = ("ray", "mlflow", "pydantic", "omegaconf", "rich", "optuna", "sweeps")
@@ -48,8 +48,8 @@ def test_legality_needs_no_heavy_library(names: str) -> None:
     assert loaded == "[]"
 
 
-def test_every_module_of_the_folder_registers_a_strategy() -> None:
-    members = [STRATEGIES[name] for name in STRATEGIES]
+def test_every_module_of_the_folder_registers_a_strategy_or_a_dimension() -> None:
+    members = [*(STRATEGIES[name] for name in STRATEGIES), *(DIMENSIONS[name] for name in DIMENSIONS)]
     homes = {type(member).__module__ for member in members}
     assert homes == {f"{strategies.__name__}.{m.name}" for m in pkgutil.iter_modules(strategies.__path__)}
 
@@ -63,14 +63,16 @@ def strategy(request: pytest.FixtureRequest) -> tuple[str, Strategy]:
 def test_a_strategy_plans_all_its_workers(strategy: tuple[str, Strategy], num_workers: int) -> None:
     name, member = strategy
     options = {option.name: option.default for option in member.options}
-    plan = member.plan(SystemConfig(strategy=name, num_workers=num_workers, options=options))
+    system = SystemConfig(strategy=name, num_workers=num_workers, options=options)
+    plan = member.plan(system)
     assert plan.world == num_workers
     assert {plan.dp_rank(rank) for rank in range(num_workers)} == set(range(plan.dp))
     assert plan.accumulation(plan.dp * 2 * 3, 2) == 3
     with pytest.raises(ValueError, match="not divisible"):
         plan.accumulation(plan.dp * 2 * 3 + 1, 2)
-    assert plan.dp % member.gradient_divisor(plan) == 0
-    assert all(isinstance(reason, str) for reason in member.validate(plan, None))
+    setting = Setting(LearningConfig(), system, plan, None, "cpu")
+    assert plan.dp % member.gradient_divisor(setting) == 0
+    assert all(isinstance(reason, str) for reason in member.validate(setting))
 
 
 def test_options_have_a_default_among_their_choices(strategy: tuple[str, Strategy]) -> None:

@@ -19,13 +19,15 @@ from trainers.adapter import apply_adapter
 from trainers.config import TrialConfig
 from trainers.data import TokenizedDataset
 from trainers.embedded import model as embedded
-from trainers.engine import Engine
+from trainers.engine import NativeEngine
+from trainers.layout import Layout
 from trainers.loop import Feed, Hooks, evaluation_due, rehearse, verdict
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
 from trainers.ranks import current
 from trainers.result import Evaluation, History, TrialResult, Update
-from trainers.strategies import STRATEGIES
+from trainers.strategies import STRATEGIES, Setting
+from trainers.weights import fill
 
 Ranks = Callable[[int], RankPool]
 
@@ -91,6 +93,7 @@ def test_losses_and_the_gradient_against_a_direct_computation(plain: TrialResult
         right = mean_loss(base, tokens.eval, range(len(tokens.eval))).item()
     assert plain.evaluations[0].loss == pytest.approx(right, rel=ROUNDING)
     adapted = apply_adapter(base, config().learning)
+    fill(adapted, None, seed=0)
     loss = mean_loss(adapted, tokens.train, batch.sample_order(12, seed=0, epoch=0)[:4])
     loss.backward()
     norm = sum(p.grad.pow(2).sum().item() for p in adapted.parameters() if p.requires_grad) ** 0.5
@@ -98,13 +101,13 @@ def test_losses_and_the_gradient_against_a_direct_computation(plain: TrialResult
     assert plain.updates[0].grad_norm == pytest.approx(norm, rel=1e-4)
 
 
-def job_up_to_the_rehearsal(job: TrialConfig, tokens: TrialData) -> tuple[Engine, Feed, list[batch.Window]]:
+def job_up_to_the_rehearsal(job: TrialConfig, tokens: TrialData) -> tuple[NativeEngine, Feed, list[batch.Window]]:
     world = current("cpu")
-    torch.manual_seed(0)
-    adapted = apply_adapter(model.load("embedded", None, job.learning, "sdpa", world.device), job.learning)
     strategy = STRATEGIES["ddp"]
     plan = strategy.plan(job.system)
-    engine = Engine(adapted, strategy, plan, world, job.learning, 3, torch.float32)
+    setting = Setting(job.learning, job.system, plan, model.shape("embedded"), "cpu")
+    engine = strategy.make_engine("embedded", None, setting, Layout(plan, world), 3)
+    assert isinstance(engine, NativeEngine)
     updates = batch.plan_updates(tokens.train.samples(), 4, 0, max_tokens=None, epochs=1)
     return engine, Feed(tokens, plan.dp, plan.dp_rank(world.rank), 2, world.device), updates
 

@@ -133,7 +133,7 @@ def test_a_failure_of_the_job_is_one_line_and_status_1(
     def fail(*_: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes\nmore")
 
-    monkeypatch.setattr("trainers.engine.Engine._loss_sum", fail)
+    monkeypatch.setattr("trainers.engine.loss_sum", fail)
     assert train.main([write(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("failed: host_oom: rank 0, forward: RuntimeError: DefaultCPUAllocator: can't allocate")

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainers.build import Built
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig
 from trainers.data import tokenize
 from trainers.embedded import model as embedded
 from trainers.embedded import task
-from trainers.engine import Batch, Engine
+from trainers.engine import Batch, NativeEngine
+from trainers.layout import Layout
 from trainers.loop import Hooks, train
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
 from trainers.ranks import World, current
 from trainers.result import TrialResult
 from trainers.rows import from_records
-from trainers.strategies import STRATEGIES
+from trainers.strategies import STRATEGIES, Setting
 
 LOSSES = [0.0, 0.2, 1.0, 4.0]
 
@@ -31,7 +33,7 @@ class OneWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
         loss = self.weight * torch.tensor(LOSSES, dtype=torch.float64)[input_ids]
         log_p = torch.stack([-loss, torch.log1p(-torch.exp(-loss.clamp(min=1e-9)))], dim=-1)
         return type("Output", (), {"logits": log_p})
@@ -47,10 +49,16 @@ def no_target() -> Batch:
     return {"input_ids": torch.tensor([[1, 2, 0]]), "labels": torch.full((1, 3), -100)}
 
 
-def build(kind: type[Engine], trained_model: nn.Module, learning: LearningConfig, world: World, updates: int) -> Engine:
+def build(
+    kind: type[NativeEngine], trained_model: nn.Module, learning: LearningConfig, world: World, updates: int
+) -> NativeEngine:
+    """Wrap a model that is there already, as the strategy ddp does, in an engine."""
     strategy = STRATEGIES["ddp"]
-    plan = strategy.plan(SystemConfig(num_workers=world.size))
-    return kind(trained_model, strategy, plan, world, learning, updates, torch.float32)
+    system = SystemConfig(num_workers=world.size)
+    setting = Setting(learning, system, strategy.plan(system), None, "cpu")
+    layout = Layout(setting.plan, world)
+    built = Built(trained_model, (strategy.apply(trained_model, setting, layout),))
+    return kind(built, setting, layout, updates)
 
 
 def records(count: int) -> list[dict[str, str]]:

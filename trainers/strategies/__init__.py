@@ -1,12 +1,14 @@
-"""The parallel strategies: one file each, registered by name.
+"""The ways to divide one job among ranks: one file each, registered by name.
 
-A strategy owns all it touches: which combinations are legal, how the model is wrapped, how gradients are reduced.
-Modules here import torch inside functions only, since legality is asked on machines that have none.
+A *strategy* is the data-parallel method (`ddp`, `fsdp2`, `zero`). A *dimension* is a degree beside it (`tp`, `pp`,
+`cp`; 1 switches it off). Each owns all it touches: its options, which combinations are legal, what it does to the
+model. Modules here import torch inside functions only, since legality is asked on machines that have none.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,16 +17,18 @@ from trainers.plan import Plan
 from trainers.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from trainers.config import Scalar, SystemConfig
-    from trainers.ranks import World
+    from trainers.config import LearningConfig, Scalar, SystemConfig
+    from trainers.engine import Engine
+    from trainers.layout import Layout
     from trainers.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting that exists only with one strategy: a conditional axis of the search space."""
+    """A setting that exists only with its owner: a conditional axis of the search space."""
 
     name: str
     type: type
@@ -33,30 +37,124 @@ class Option:
     choices: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A configuration as its legality is judged, and as it is applied. `shape` is None where it is not known."""
+
+    learning: LearningConfig
+    system: SystemConfig
+    plan: Plan
+    shape: ModelShape | None
+    device: str  # cuda or cpu
+    dtype: str | None = None  # of compute, where it is not what the learning configuration says: for proofs in float64
+
+    @property
+    def compute_dtype(self) -> str:
+        """float32, bfloat16 or float64: the dtype of compute and of frozen weights."""
+        if self.dtype is not None:
+            return self.dtype
+        named = self.learning.param_dtype
+        return named if named != "auto" else "bfloat16" if self.device == "cuda" else "float32"
+
+    @property
+    def weight_dtype(self) -> str:
+        """The dtype in which the base's weights are kept: float32 where they are trained in half precision."""
+        trained = self.learning.adapter == "full"
+        return "float32" if trained and self.compute_dtype == "bfloat16" else self.compute_dtype
+
+    @property
+    def options(self) -> Mapping[str, Scalar]:
+        return self.system.options
+
+
 class Strategy(ABC):
-    """The contract of an axis. Instances hold no state: all methods are functions of their arguments."""
+    """The contract of a data-parallel method. Instances hold no state: methods are functions of their arguments."""
+
+    options: tuple[Option, ...] = ()
+
+    def plan(self, system: SystemConfig) -> Plan:
+        """Return the degrees that `system.num_workers` ranks are split into. Raises ValueError where they are not."""
+        return Plan.of(system.num_workers, tp=system.tp, pp=system.pp, cp=system.cp)
+
+    def validate(self, setting: Setting) -> list[str]:
+        """Return why this setting is illegal: one rule a line, empty when it is legal."""
+        return []
+
+    def make_engine(
+        self, model: str, revision: str | None, setting: Setting, layout: Layout, total_updates: int, **options: Any
+    ) -> Engine:
+        """Build the engine that does the updates. `options`: `optimizer`, and `prepare`, see trainers.build."""
+        from trainers.build import build
+        from trainers.engine import NativeEngine
+
+        built = build(model, revision, setting, layout, options.pop("prepare", None))
+        return NativeEngine(built, setting, layout, total_updates, **options)
+
+    def before_memory(self, setting: Setting) -> bool:
+        """Tell whether `apply` divides weights that are on the meta device, so that no rank ever holds all of them."""
+        return True
+
+    @abstractmethod
+    def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
+        """Wrap a module (the model, or this rank's part of it) in place or not; the result is called like it."""
+
+    def proof_dtype(self, setting: Setting) -> str:
+        """Return the dtype in which this setting is proved equal to one process: float64 where its engine can."""
+        return "float64"
+
+    @abstractmethod
+    def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro step; gradients are communicated in the last one of a window."""
+
+    @abstractmethod
+    def gradient_divisor(self, setting: Setting) -> int:
+        """Return what the reduction divides the gradient sum by; the loss is multiplied by it to undo it."""
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer over this rank's trained parameters."""
+        return cls(groups, **options)
+
+
+class Dimension(ABC):
+    """The contract of a degree beside the data-parallel ones. Called only where its degree is above 1."""
 
     options: tuple[Option, ...] = ()
 
     @abstractmethod
-    def plan(self, system: SystemConfig) -> Plan:
-        """Return the degrees that `system.num_workers` ranks are split into."""
+    def validate(self, setting: Setting) -> list[str]:
+        """Return why this setting is illegal: one rule a line, empty when it is legal."""
 
-    def validate(self, plan: Plan, shape: ModelShape | None) -> list[str]:
-        """Return why this plan is illegal for a model of this shape: one rule a line, empty when it is legal."""
-        return []
-
-    @abstractmethod
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Wrap the model for training on `world`. The result is called like the model."""
+    def multiple(self, setting: Setting) -> int:
+        """Return what the length of every row must be a multiple of; rows are padded to it."""
+        return 1
 
     @abstractmethod
-    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of every micro step but the last of a window: no gradient is communicated in it."""
+    def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:
+        """Divide the model in place, before the strategy wraps it."""
 
-    @abstractmethod
-    def gradient_divisor(self, plan: Plan) -> int:
-        """Return what the reduction divides the gradient sum by; the loss is multiplied by it to undo it."""
+    def shard_batch(self, batch: dict[str, torch.Tensor], setting: Setting, layout: Layout) -> dict[str, torch.Tensor]:
+        """Return this rank's part of a batch: input_ids, targets and position_ids, each [rows, tokens]."""
+        return batch
+
+
+def illegal(setting: Setting) -> list[str]:
+    """Return every rule of the strategy and of the dimensions that forbids a setting; empty when it is legal."""
+    used = dimensions(setting.system)
+    rules = STRATEGIES[setting.system.strategy].validate(setting)
+    if used and setting.shape is None:
+        rules.append("tp, pp and cp need a model of a known kind (Llama, Mistral, Qwen2, Qwen3)")
+    return rules + [rule for dimension in used for rule in dimension.validate(setting)]
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", __name__)
+DIMENSIONS: Registry[Dimension] = Registry("dimension", __name__)
+"""By the name of the degree, in the order in which they are applied: see ORDER."""
+
+ORDER = ("tp", "cp", "pp")
+
+
+def dimensions(system: SystemConfig) -> list[Dimension]:
+    """Return the dimensions that a configuration uses, in the order in which they are applied."""
+    return [DIMENSIONS[name] for name in ORDER if getattr(system, name) > 1]

@@ -1,45 +1,65 @@
-"""Distributed data parallel: every rank holds the whole model, gradients are averaged over ranks."""
+"""Distributed data parallel: every rank holds the whole model, gradients are summed over ranks."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainers.plan import Plan
-from trainers.strategies import STRATEGIES, Strategy
+from trainers.strategies import STRATEGIES, Setting, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainers.config import SystemConfig
-    from trainers.ranks import World
+    from trainers.layout import Layout
 
 
 class DDP(Strategy):
-    """torch's DistributedDataParallel; the bare model where there is one rank."""
+    """torch's DistributedDataParallel where every parameter is a plain tensor and used in its own dtype.
 
-    def plan(self, system: SystemConfig) -> Plan:
-        return Plan(dp_replicate=system.num_workers)
+    Beside other degrees, and where compute is in half precision beside float32 weights, it is torch's composable
+    `replicate`, which shares FSDP2's mechanism: the same casts as fsdp2, so the two differ in layout alone.
+    """
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        if world.size == 1:
-            return model
+    def before_memory(self, setting: Setting) -> bool:
+        return not _plain(setting)
+
+    def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
+        if not _plain(setting):
+            from trainers.strategies.fsdp2 import replicated
+
+            return replicated(module, setting, layout)
+        if layout.world.size == 1:
+            return module
         from torch.nn.parallel import DistributedDataParallel
 
         # Not static_graph: with no_sync in the first window it fails an internal assertion (torch 2.13).
         # Buckets as gradients: one copy of the gradients, not two. Buffers are constants, the same on every rank.
-        device_ids = [world.device.index] if world.device.type == "cuda" else None
+        device_ids = [layout.device.index] if layout.device.type == "cuda" else None
         return DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
+            module, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
         )
 
-    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         from torch.nn.parallel import DistributedDataParallel
 
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+        if isinstance(wrapped, DistributedDataParallel) and not last:
+            with wrapped.no_sync():
+                yield
+            return
+        set_sync = getattr(wrapped, "set_requires_gradient_sync", None)
+        if set_sync is not None:
+            set_sync(last)
+        yield
 
-    def gradient_divisor(self, plan: Plan) -> int:
-        return plan.dp
+    def gradient_divisor(self, setting: Setting) -> int:
+        return setting.plan.dp if _plain(setting) else 1
+
+
+def _plain(setting: Setting) -> bool:
+    plan = setting.plan
+    return plan.tp == plan.pp == plan.cp == 1 and setting.compute_dtype != "bfloat16"
 
 
 STRATEGIES.register("ddp")(DDP())

@@ -1,0 +1,194 @@
+"""DeepSpeed as the engine: ZeRO stages 1 to 3, with offload."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers import activation_checkpointing
+from trainers import engine as engines
+from trainers.build import Built
+from trainers.engine import Batch, Engine, Step, optimizer_options, prepared, schedule
+from trainers.layout import Layout
+from trainers.memory import MemoryMeter
+from trainers.ranks import ensure_group
+from trainers.strategies import Setting
+
+
+class DeepSpeedEngine(Engine):
+    """A DeepSpeed engine over the process group that is there, with this project's windows.
+
+    Its own division by accumulation is switched off, its division by the data-parallel size is undone, its clipping
+    (on at 1.0 by default) is told our limit, and its schedule is ours.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        setting: Setting,
+        layout: Layout,
+        total_updates: int,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        self.module = built.model
+        self._setting, self._layout, self._total_updates = setting, layout, total_updates
+        self._optimizer_class = optimizer
+        self._updates = 0
+        self._engine: Any = self._initialize()
+
+    def _initialize(self) -> Any:
+        import deepspeed
+
+        world = self._layout.world
+        ensure_group(world)
+        for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.device.index or 0), ("WORLD_SIZE", world.size)):
+            os.environ.setdefault(name, str(value))  # it insists on them, also where the group is there already
+        _without_compiled_operations(self._layout.device)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        options = optimizer_options(self._optimizer_class, self._setting.learning, self._layout.device)
+        client = self._optimizer_class([{"params": trained}], **options)
+        engine, *_ = deepspeed.initialize(
+            model=self.module, optimizer=client, model_parameters=trained, config=settings(self._setting)
+        )
+        return engine
+
+    def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
+        self._engine.train()
+        offload = self._setting.system.offload_activations
+        scale = self._setting.plan.dp / max(window_targets, 1)
+        total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        for i, batch in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
+            with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
+                loss = self._loss(prepared(batch))
+            with meter.phase("backward"):
+                self._engine.backward(loss * scale, scale_wrt_gas=False)
+            total += loss.detach()
+        rate = self._set_rate()
+        with meter.phase("optimizer"):
+            self._engine.step()
+            self._engine.zero_grad()
+        self._updates += 1
+        norm = self._engine.get_global_grad_norm()
+        return Step(self._layout.sum([float(total)])[0], math.nan if norm is None else float(norm), rate)
+
+    def _set_rate(self) -> float:
+        learning = self._setting.learning
+        rate = learning.learning_rate * schedule(learning, self._updates, self._total_updates)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        self._engine.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        for batch in batches:
+            total += self._loss(prepared(batch)).double()
+        return self._layout.sum([float(total)])[0]
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        output = self._engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        return engines.loss_sum(output.logits, batch["targets"])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for p in (*self.module.parameters(), *self.module.buffers()):
+            yield getattr(p, "ds_tensor", p).data
+            if p.grad is not None:
+                yield p.grad
+        yield from _tensors_of(self._engine.optimizer)
+
+    def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self.module.named_parameters():
+            if p.requires_grad:
+                with _gathered([p], self._setting):
+                    value = p.detach().clone()
+                yield name, value
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {name: value.to("cpu", copy=True) for name, value in self.trained()}
+
+    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+        """Put the weights back and build the engine anew: it has no other way to forget its optimizer's state."""
+        named = dict(self.module.named_parameters())
+        for name, value in snapshot.items():
+            with _gathered([named[name]], self._setting, written=True), torch.no_grad():
+                named[name].copy_(value)
+        self._engine.destroy()
+        self._updates = 0
+        self._engine = self._initialize()
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="deepspeed", exclude_frozen_parameters=True)
+
+    def load(self, folder: Path, updates: int) -> None:
+        self._engine.load_checkpoint(str(folder), tag="deepspeed", load_module_strict=False)
+        self._updates = updates
+
+    def close(self) -> None:
+        self._engine.destroy()
+        super().close()
+
+
+def settings(setting: Setting) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a setting."""
+    stage, offload = setting.options["zero_stage"], setting.options["offload"]
+    pinned = setting.device == "cuda"
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": pinned}
+    if stage in (1, 2):
+        zero["reduce_scatter"] = True
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return {
+        "train_micro_batch_size_per_gpu": setting.system.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": setting.learning.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own Adam is compiled at first use, for minutes
+        "bf16": {"enabled": setting.compute_dtype == "bfloat16"},
+        "wall_clock_breakdown": False,
+    }
+
+
+def _without_compiled_operations(device: torch.device) -> None:
+    """Let DeepSpeed run on CPU without compiling its shared-memory collectives, which takes a minute."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _gathered(parameters: Sequence[nn.Parameter], setting: Setting, written: bool = False) -> Any:
+    if setting.options["zero_stage"] != 3:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if written else None)
+
+
+def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a DeepSpeed optimizer keeps: its flat copies of the weights, gradients, and the state."""
+    names = (
+        "bit16_groups_flat",
+        "single_partition_of_fp32_groups",
+        "fp32_partitioned_groups_flat",
+        "averaged_gradients",
+    )
+    for name in names:
+        held = getattr(optimizer, name, None) or []
+        for tensors in held.values() if isinstance(held, dict) else held:
+            yield from (t for t in (tensors if isinstance(tensors, (list, tuple)) else [tensors]) if t is not None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in inner.state.values():
+        yield from (v for v in state.values() if isinstance(v, torch.Tensor))

@@ -1,0 +1,121 @@
+"""Fully sharded data parallel (`fully_shard`): weights, gradients and optimizer state are sharded.
+
+torch's second interface; never the first (FullyShardedDataParallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from trainers.plan import Plan
+from trainers.strategies import STRATEGIES, Option, Setting, Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainers.config import SystemConfig
+    from trainers.layout import Layout
+
+
+class FSDP2(Strategy):
+    """`fully_shard` on every block and on the rest."""
+
+    options = (
+        Option(
+            "reshard_after_forward",
+            bool,
+            True,
+            "free a block's gathered weights after its forward pass, and gather them again for the backward pass",
+        ),
+        Option("dp_replicate", int, 1, "copies of the shards: hybrid sharding, dp_replicate × dp_shard"),
+        Option("reduce_dtype", str, "float32", "dtype in which gradients are summed", ("float32", "bfloat16")),
+        Option("offload", str, "none", "what is kept in host memory", ("none", "parameters")),
+    )
+
+    def plan(self, system: SystemConfig) -> Plan:
+        copies = int(system.options.get("dp_replicate", 1))
+        return Plan.of(system.num_workers, tp=system.tp, pp=system.pp, cp=system.cp, dp_replicate=copies)
+
+    def validate(self, setting: Setting) -> list[str]:
+        rules = []
+        if setting.options.get("offload") not in (None, "none", "parameters"):
+            rules.append(f"offload={setting.options['offload']}: fsdp2 offloads none or parameters (with all state)")
+        if setting.options.get("reduce_dtype") == "bfloat16" and setting.compute_dtype != "bfloat16":
+            rules.append(
+                f"reduce_dtype=bfloat16: gradients are {setting.compute_dtype} here, summing them in less loses"
+            )
+        if setting.plan.dp_replicate > 1 and setting.plan.dp_shard == 1:
+            rules.append(
+                f"dp_replicate={setting.plan.dp_replicate} leaves dp_shard=1: nothing is sharded, that is strategy=ddp"
+            )
+        if setting.plan.dp_replicate > 1 and setting.plan.cp > 1:
+            rules.append(f"dp_replicate={setting.plan.dp_replicate} beside cp={setting.plan.cp} is not supported")
+        return rules
+
+    def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        options: dict[str, Any] = {
+            "mesh": layout.shard,
+            "reshard_after_forward": bool(setting.options.get("reshard_after_forward", True)),
+            **policies(setting),
+        }
+        return wrapped_by_block(module, lambda part: fully_shard(part, **options))
+
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+        cast(Any, wrapped).set_requires_gradient_sync(last)
+        yield
+
+    def gradient_divisor(self, setting: Setting) -> int:
+        return 1  # sums are forced, see wrapped_by_block
+
+
+def policies(setting: Setting) -> dict[str, Any]:
+    """Return the mixed-precision and offload policies of a setting."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    half = setting.compute_dtype == "bfloat16"
+    reduce_dtype = torch.bfloat16 if setting.options.get("reduce_dtype") == "bfloat16" else torch.float32
+    precision = (
+        # Between the stages of a pipeline activations travel as they are.
+        MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=setting.plan.pp == 1)
+        if half
+        else MixedPrecisionPolicy()
+    )
+    offloaded = setting.options.get("offload") == "parameters"
+    pin = setting.device == "cuda"  # pinning needs an accelerator
+    return {
+        "mp_policy": precision,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offloaded else OffloadPolicy(),
+    }
+
+
+def replicated(module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
+    """Wrap a module in the composable form of data parallelism, which shares FSDP2's mechanism."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return wrapped_by_block(module, lambda part: replicate(part, mesh=layout.data, **policies(setting)))
+
+
+def wrapped_by_block(module: nn.Module, wrap: Callable[[nn.Module], Any]) -> nn.Module:
+    """Wrap every block, then what is left. Tied embeddings share the last group, since a parameter is in one only."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from trainers.model import blocks
+
+    for block in blocks(module):
+        wrap(block)
+    wrap(module)
+    for part in module.modules():  # these two are not recursive
+        if isinstance(part, FSDPModule):
+            # Plain sums: the default factor needs an operation that gloo lacks and that loses bf16 gradients on NCCL.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+STRATEGIES.register("fsdp2")(FSDP2())

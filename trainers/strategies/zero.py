@@ -1,0 +1,94 @@
+"""ZeRO: optimizer state (stage 1), gradients too (2), weights too (3) divided over data-parallel ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from trainers.plan import Plan
+from trainers.strategies import STRATEGIES, Option, Setting, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainers.config import SystemConfig
+    from trainers.engine import Engine
+    from trainers.layout import Layout
+
+
+class Zero(Strategy):
+    """DeepSpeed, or for stage 1 torch's ZeroRedundancyOptimizer over DistributedDataParallel."""
+
+    options = (
+        Option("zero_stage", int, 1, "1: optimizer state is divided; 2: gradients too; 3: weights too", (1, 2, 3)),
+        Option("zero_engine", str, "deepspeed", "torch: stage 1 alone", ("deepspeed", "torch")),
+        Option("offload", str, "none", "what is kept in host memory", ("none", "optimizer", "parameters")),
+    )
+
+    def plan(self, system: SystemConfig) -> Plan:
+        # Ranks hold different shards of the state, and different samples.
+        plan = super().plan(system)
+        return Plan(dp_shard=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp)
+
+    def validate(self, setting: Setting) -> list[str]:
+        stage, engine, offload = (setting.options[o.name] for o in self.options)
+        rules = [
+            f"{degree}={getattr(setting.plan, degree)}: strategy=zero is data parallel only"
+            for degree in ("tp", "pp", "cp")
+            if getattr(setting.plan, degree) > 1
+        ]
+        if engine == "torch":
+            if stage != 1:
+                rules.append(f"zero_stage={stage}: zero_engine=torch divides the optimizer state alone, stage 1")
+            if offload != "none":
+                rules.append(f"offload={offload}: zero_engine=torch keeps all on the device; use deepspeed")
+            if setting.compute_dtype == "bfloat16" and setting.learning.adapter == "full":
+                rules.append("zero_engine=torch trains weights in the dtype of compute: not bfloat16, use deepspeed")
+        elif importlib.util.find_spec("deepspeed") is None:
+            rules.append("zero_engine=deepspeed needs the package deepspeed (pip install 'sweeps[deepspeed]')")
+        if engine == "deepspeed" and offload == "parameters" and stage != 3:
+            rules.append(f"offload=parameters: only zero_stage=3 divides weights, not {stage}; use offload=optimizer")
+        return rules
+
+    def before_memory(self, setting: Setting) -> bool:
+        return False
+
+    def proof_dtype(self, setting: Setting) -> str:
+        return "float64" if setting.options["zero_engine"] == "torch" else "float32"
+
+    def make_engine(
+        self, model: str, revision: str | None, setting: Setting, layout: Layout, total_updates: int, **options: Any
+    ) -> Engine:
+        if setting.options["zero_engine"] == "torch":
+            return super().make_engine(model, revision, setting, layout, total_updates, **options)
+        from trainers.build import build
+        from trainers.deepspeed_engine import DeepSpeedEngine
+
+        built = build(model, revision, setting, layout, options.pop("prepare", None))
+        return DeepSpeedEngine(built, setting, layout, total_updates, **options)
+
+    def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
+        if setting.options["zero_engine"] == "deepspeed":
+            return module  # its engine wraps the model
+        return STRATEGIES["ddp"].apply(module, setting, layout)
+
+    def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return STRATEGIES["ddp"].accumulating(wrapped, last)
+
+    def gradient_divisor(self, setting: Setting) -> int:
+        return setting.plan.dp
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        if layout.world.size == 1:
+            return cls(groups, **options)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        parameters = [p for group in groups for p in group["params"]]
+        return ZeroRedundancyOptimizer(parameters, cls, **options)
+
+
+STRATEGIES.register("zero")(Zero())
