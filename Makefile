@@ -1,5 +1,6 @@
 # make sweep   set up .venv from the lock, then run the embedded sweep
-# make test    the same .venv with the test tools, then pytest; make test-slow: the few tests of many processes
+# make test    the same .venv with the test tools, then pytest; make test-slow: the few tests of many processes;
+#              make test-strategies: every combination of strategies, and their saves (20 to 30 minutes)
 # make check   linter, layer bans, types
 # make install the .venv alone
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # -c: every version comes from the lock, whatever pyproject.toml would allow.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock
 
-.PHONY: sweep test test-slow check install install-test schema clean
+.PHONY: sweep test test-slow test-strategies check install install-test schema clean
 
 sweep: install
 	$(BIN)/python sweeps/run.py space=lora_small
@@ -17,7 +18,10 @@ test: install-test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 test-slow: install-test
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow --ignore tests/strategies $(ARGS)
+
+test-strategies: install-test
+	$(BIN)/python -m pytest -m "slow or not slow" --numprocesses 2 --dist load tests/strategies $(ARGS)
 
 check: install-test
 	$(BIN)/ruff check .

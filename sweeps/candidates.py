@@ -75,7 +75,9 @@ def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
     return list(found.values())
 
 
-def trial_tree(spec: SweepSpec, candidate: Candidate, device: str, target: float | None) -> dict[str, Any]:
+def trial_tree(
+    spec: SweepSpec, candidate: Candidate, device: str, target: float | None, proof: str = "none"
+) -> dict[str, Any]:
     """Return the config of a candidate's trial, in file form."""
     run = {
         "device": device,
@@ -83,6 +85,7 @@ def trial_tree(spec: SweepSpec, candidate: Candidate, device: str, target: float
         "epochs": spec.epochs,
         "target_eval_loss": target,
         "eval_every_tokens": spec.eval_every_tokens,
+        "proof": proof,
     }
     return {**data_tree(spec), "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 
@@ -94,9 +97,9 @@ def data_tree(spec: SweepSpec) -> dict[str, Any]:
 
 
 def varying(candidates: Sequence[Candidate]) -> list[str]:
-    """Return the axes on which the candidates differ: what tells one from another in a table."""
+    """Return the axes on which the candidates that have them differ: what tells one from another in a table."""
     names = dict.fromkeys(name for c in candidates for name in c.flat)
-    return [n for n in names if len({json.dumps(c.flat.get(n)) for c in candidates}) > 1]
+    return [n for n in names if len({json.dumps(c.flat[n]) for c in candidates if n in c.flat}) > 1]
 
 
 def pruned_rules(candidates: Sequence[Candidate]) -> Counter[str]:

@@ -12,6 +12,7 @@ from sweeps import cost, signals
 from sweeps.candidates import Candidate, Cluster, trial_tree
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
+from sweeps.parity import References
 from sweeps.record import Recorder
 from sweeps.search import Ask, Searcher
 from sweeps.spec import SweepSpec
@@ -58,12 +59,16 @@ class SweepDesk:
         self._resumed = len(journal.outcomes)  # what failed before may have been mended since
         self.target = spec.target_eval_loss
         self.why = ""
+        self.spent: str | None = None  # the key of the budget that is the reason
         self._running: dict[str, Candidate] = {}
         self._waiting: Candidate | None = None  # asked for, but its workers did not fit yet
         self._reference: str | None = None  # the trial that the target is derived from, while it runs
         self._references_tried = 0
+        self._proofs = References()
         for outcome in journal.outcomes:
             self._derive_target(outcome)
+            if (measured := outcome.measured) is not None:
+                self._proofs.add(outcome.trial_config["learning"], measured.proof, outcome.trial_id)
 
     # -- the launcher's side ------------------------------------------------------------------------------------
 
@@ -89,6 +94,8 @@ class SweepDesk:
         candidate = self._running.pop(job.trial_id)
         self._reference = None
         measured = TrialResult.from_json(ending.result) if ending.result is not None else None
+        if measured is not None:
+            self._proofs.add(job.config["learning"], measured.proof, job.trial_id)
         outcome = self._outcome(job, candidate, ending, measured)
         before = self.target
         self._derive_target(outcome)
@@ -128,18 +135,21 @@ class SweepDesk:
         budget, outcomes = self.spec.budget, self.journal.outcomes
         hours = sum(o.gpu_hours for o in outcomes)
         failure = outcomes[-1].reason if outcomes else ""
-        reasons = {
-            f"budget.trials={budget.trials} is spent": budget.trials is not None
-            and self._finished + len(self._running) >= budget.trials,
-            f"budget.minutes={budget.minutes} is spent": self.should_stop(),
-            f"budget.gpu_hours={budget.gpu_hours} is spent": budget.gpu_hours is not None and hours >= budget.gpu_hours,
+        budgets = {
+            "trials": budget.trials is not None and self._finished + len(self._running) >= budget.trials,
+            "minutes": self.should_stop(),
+            "gpu_hours": budget.gpu_hours is not None and hours >= budget.gpu_hours,
+        }
+        others = {
             "the base model already meets target_eval_loss; give a lower one": met_by_the_base(outcomes[-1:]),
             f"the last {SAME_FAILURES} trials all failed alike: {failure}": self.failing,
         }
-        spent = [text for text, is_spent in reasons.items() if is_spent]
-        if spent and self.searcher.untried:
-            self.why = spent[0]
-        return bool(spent)
+        spent = [name for name, is_spent in budgets.items() if is_spent]
+        reasons = [f"budget.{name}={getattr(budget, name)} is spent" for name in spent]
+        reasons += [text for text, holds in others.items() if holds]
+        if reasons and self.searcher.untried:
+            self.why, self.spent = reasons[0], f"budget.{spent[0]}" if spent else None
+        return bool(reasons)
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
@@ -151,7 +161,7 @@ class SweepDesk:
             candidate.id,
             candidate.num_workers,
             int(candidate.learning["seq_len"]),
-            trial_tree(self.spec, candidate, self.cluster.device, self.target),
+            trial_tree(self.spec, candidate, self.cluster.device, self.target, self._proof_of(candidate)),
             time.time(),
         )
         self._running[job.trial_id] = candidate
@@ -159,6 +169,11 @@ class SweepDesk:
             self._reference = job.trial_id
         self.screen.started(job, candidate)
         return job
+
+    def _proof_of(self, candidate: Candidate) -> str:
+        """Return how a trial proves itself: the first of a learning configuration also measures what is right."""
+        wanted = self.spec.proof
+        return "steps" if wanted == "reference" and candidate.learning in self._proofs else wanted
 
     def _next_attempt(self, candidate: Candidate) -> tuple[str, int]:
         """Return trial id and attempt of a candidate's next trial: a new id, unless its trial was cut short."""
@@ -202,6 +217,8 @@ class SweepDesk:
             )
         figures = summarize(measured) | cost.quality_figures(measured, self.target, self.prices)
         figures |= self._start_up(job, known["ended_at"], measured)
+        parity = self._proofs.judge(job.config["learning"], measured.proof)
+        figures |= parity.figures if parity is not None else {}
         peak = peak_phase(measured)
         status, kind, reason = verdict(measured, self.target)
         return TrialOutcome(
@@ -212,6 +229,7 @@ class SweepDesk:
             metrics=figures,
             phase=peak[0] if peak else None,
             rank=peak[1] if peak else None,
+            parity=parity,
             result=dict(ending.result or {}),
         )
 

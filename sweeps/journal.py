@@ -73,10 +73,10 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{self.sweep_id} is being run by another process; wait for it, or stop it first") from None
+        whole = self._whole_lines()
         if self.trials.is_file():
-            whole = self.trials.read_bytes().rfind(b"\n") + 1
-            os.truncate(self.trials, whole)
-        self.outcomes = self.read()
+            os.truncate(self.trials, len(whole))
+        self.outcomes = self._parsed(whole)
         return self
 
     def close(self) -> None:
@@ -104,8 +104,13 @@ class Journal:
 
     def read(self) -> list[TrialOutcome]:
         """Return the outcomes of the file, without a last line that is not whole."""
+        return self._parsed(self._whole_lines())
+
+    def _whole_lines(self) -> bytes:
         text = self.trials.read_bytes() if self.trials.is_file() else b""
-        whole = text[: text.rfind(b"\n") + 1]
+        return text[: text.rfind(b"\n") + 1]
+
+    def _parsed(self, whole: bytes) -> list[TrialOutcome]:
         outcomes = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:

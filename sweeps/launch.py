@@ -30,7 +30,6 @@ from trainers.prepare import TrialData
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "sweep"
-BOARD_TIMEOUT_S = 10.0
 
 # Read by Ray when it is imported or started. Not for looks: by default a report takes 2 s to be seen, a trial's end
 # up to 4 s, and helper processes are started that a sweep has no use for (design: facts about Ray 2.60).
@@ -256,7 +255,9 @@ class Watcher:
     """Carries progress from the board to the desk, and the desk's wish to stop to the board, twice a second."""
 
     def __init__(self, board: Any, desk: Desk) -> None:
-        self._board, self._desk = board, desk
+        from trainers.worker import BOARD_TIMEOUT_S  # here: ray's modules must not be imported by two threads at once
+
+        self._board, self._desk, self._timeout_s = board, desk, BOARD_TIMEOUT_S
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -266,7 +267,7 @@ class Watcher:
 
         while not self._closed.wait(0.5):
             try:
-                news = ray.get(self._board.read.remote(self._desk.should_stop()), timeout=BOARD_TIMEOUT_S)
+                news = ray.get(self._board.read.remote(self._desk.should_stop()), timeout=self._timeout_s)
             except ray.exceptions.RayError:
                 continue  # a busy cluster, or one that is going down: then the trial's ending will tell
             for trial_id, facts in news.items():

@@ -41,6 +41,7 @@ _GROUPS = {
     "padding_share mfu hfu",
     "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates",
     "cost": "cost_per_quality_usd storage_usd startup_cost_usd gpu_hours save_gib",
+    "parity": "parity_difference parity_tolerance miniature_difference",
     "time": "time_to_target_s eval_time_s save_time_s startup_time_s wall_time_s",
 }
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
@@ -148,6 +149,8 @@ def tags(outcome: TrialOutcome, sweep: str, parent: str, objectives: Sequence[st
     trial["rank"] = "" if outcome.rank is None else str(outcome.rank)
     found = {"mlflow.parentRunId": parent, "sweep.id": sweep, "sweep.role": "trial", **frontier_tags(False)}
     found |= {f"trial.{name}": value for name, value in trial.items()}
+    if outcome.parity is not None:
+        found |= {"parity.verdict": outcome.parity.verdict, "parity.reference": outcome.parity.reference}
     names = {param_key(name): name for name, _ in _flat(plain(outcome.config))}
     found |= {f"param.{key[-12:]}": name for key, name in names.items() if param_name(key) != name}
     return {key: cut(value, TAG_LENGTH) for key, value in found.items() if value}

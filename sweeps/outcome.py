@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from sweeps.parity import Parity
 from sweeps.spec import Frozen
 from trainers.result import TrialResult
 
@@ -54,10 +55,17 @@ class TrialOutcome(Frozen):
     trial_config: dict[str, Any] = Field(default_factory=dict)
     """the job's complete config, in file form"""
     metrics: dict[str, float] = Field(default_factory=dict)
+    parity: Parity | None = None
+    """whether its first updates are those of its learning configuration; null: nothing was measured"""
     result: dict[str, Any] | None = None
     """what the job measured, as TrialResult.to_json"""
 
     model_config = ConfigDict(populate_by_name=True)
+
+    @property
+    def competes(self) -> bool:
+        """Tell whether the trial may be on the frontier: it ran through, and took the steps that it should have."""
+        return self.status == "COMPLETED" and (self.parity is None or self.parity.verdict == "EQUAL")
 
     @property
     def cut_short(self) -> bool:

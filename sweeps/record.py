@@ -149,15 +149,14 @@ class Recorder:
         started = time.monotonic()
         try:
             yield
-        except outages() + (UserError,) as error:
+        except BaseException as error:  # a stop in the middle of a call, too
             self._run_id = ""  # what MLflow has is looked up again: a call may have been carried out unanswered
+            if not isinstance(error, outages() + (UserError,)):
+                raise
             if time.monotonic() - started > SLOW_S:
                 self._paused_until = time.monotonic() + PAUSE_S
             verb = "refuses" if is_refusal(error) else "does not answer"
             self._outage = f"MLflow {verb} ({brief(error)}); {self._what_waits()}"
-        except BaseException:  # a stop in the middle of a call
-            self._run_id = ""
-            raise
 
     def _what_waits(self) -> str:
         if self.pending == 0:
@@ -366,7 +365,7 @@ def hypervolumes(outcomes: Sequence[TrialOutcome], final: Frontier) -> dict[int,
     found: dict[int, float] = {}
     trials: dict[str, Mapping[str, float]] = {}
     for step, outcome in enumerate(outcomes, start=1):
-        if outcome.status == "COMPLETED":
+        if outcome.competes:
             trials[outcome.trial_id] = outcome.metrics
         volume = frontier(trials, final.objectives, final.reference_point).hypervolume
         if volume is not None:

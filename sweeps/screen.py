@@ -20,6 +20,12 @@ from sweeps.sweep import Report
 from sweeps.trial import Job
 
 SHORT = {
+    "activation_checkpointing": "recompute",
+    "offload_activations": "offload_act",
+    "reshard_after_forward": "reshard",
+    "zero_stage": "stage",
+    "zero_engine": "engine",
+    "pp_schedule": "schedule",
     "num_workers": "workers",
     "micro_batch_size": "micro",
     "learning_rate": "lr",
@@ -35,6 +41,11 @@ FIGURES = (
     ("eval_loss", "eval loss"),
     ("cost_per_quality_usd", "USD to target"),
 )
+
+
+MOST_ROWS = 40  # of the table of all trials
+# Axes whose value 1, false or none says something.
+NEVER_OFF = ("num_workers", "micro_batch_size", "zero_stage", "reshard_after_forward", "lora_rank", "global_batch_size")
 
 
 class TerminalScreen:
@@ -68,8 +79,7 @@ class TerminalScreen:
     def started(self, job: Job, candidate: Candidate) -> None:
         self._rows[job.trial_id] = {"candidate": candidate.flat, "state": "starting", "since": time.time()}
         if self._live is None:
-            values = " ".join(f"{SHORT.get(a, a)}={candidate.flat[a]}" for a in self._axes if a in candidate.flat)
-            self._console.print(f"trial {job.trial_id} start  {values}", soft_wrap=True)
+            self._console.print(f"trial {job.trial_id} start  {words(candidate.flat, self._axes)}", soft_wrap=True)
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         row = self._rows.get(trial_id)
@@ -105,17 +115,17 @@ class TerminalScreen:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for head in (
             "trial",
-            *(SHORT.get(a, a) for a in self._axes),
+            "configuration",
             "state",
             "loss",
             *(label for _, label in FIGURES),
         ):
-            table.add_column(head, no_wrap=True)
+            table.add_column(head, no_wrap=head != "configuration")
         for trial_id, row in sorted(self._rows.copy().items())[-30:]:  # a copy: trials start while this is drawn
             metrics = row.get("metrics", {})
             table.add_row(
                 trial_id,
-                *(value(row["candidate"].get(a)) for a in self._axes),
+                words(row["candidate"], self._axes),
                 state(row["state"]),
                 figure(row.get("loss")),
                 *(figure(metrics.get(name)) for name, _ in FIGURES),
@@ -142,6 +152,7 @@ def print_report(report: Report, resume_command: str) -> None:
     if console.width < 100 and not console.is_terminal:
         console = Console(highlight=False, width=140)
     console.print()
+    _print_trials(console, report)
     _print_frontier(console, report)
     _print_others(console, report)
     for text in report.warnings:
@@ -157,6 +168,25 @@ def print_report(report: Report, resume_command: str) -> None:
     console.print(f"open:     {report.url}", soft_wrap=True)
 
 
+def _print_trials(console: Console, report: Report) -> None:
+    """Print all trials side by side, with how far each is from the steps of one process."""
+    if not 1 < len(report.outcomes) <= MOST_ROWS:
+        return
+    axes = varying([c for c in report.candidates if c.legal])
+    table = Table(title=f"Trials of {report.sweep_id}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for head in ("trial", "configuration", "state", *(label for _, label in FIGURES), "parity"):
+        table.add_column(head, no_wrap=head != "configuration")
+    for outcome in report.outcomes:
+        table.add_row(
+            outcome.trial_id,
+            words(outcome.config, axes),
+            state(outcome.status),
+            *(figure(outcome.metrics.get(name)) for name, _ in FIGURES),
+            parity(outcome),
+        )
+    console.print(table)
+
+
 def _print_frontier(console: Console, report: Report) -> None:
     objectives = report.frontier.objectives
     axes = varying([c for c in report.candidates if c.legal])
@@ -170,14 +200,14 @@ def _print_frontier(console: Console, report: Report) -> None:
     table = Table(
         title=f"Frontier of {report.sweep_id}{target}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
-    for head in ("trial", *(SHORT.get(a, a) for a in axes), *(o.label for o in objectives), "best at"):
-        table.add_column(head, no_wrap=head != "best at")
+    for head in ("trial", "configuration", *(o.label for o in objectives), "best at"):
+        table.add_column(head, no_wrap=head not in ("configuration", "best at"))
     best = report.frontier.best()
     for point in report.frontier.points:
         outcome = by_id[point.trial_ids[0]]
         table.add_row(
             ", ".join(point.trial_ids),
-            *(value(outcome.config.get(a)) for a in axes),
+            words(outcome.config, axes),
             *(figure(v) for v in point.values),
             ", ".join(best.get(point.trial_ids[0], [])),
         )
@@ -201,6 +231,29 @@ def _print_others(console: Console, report: Report) -> None:
                 markup=False,
                 soft_wrap=True,
             )
+
+
+def words(config: Mapping[str, Any], axes: Sequence[str]) -> str:
+    """Write a configuration in a line: the strategy, then every other axis that varies and is not switched off."""
+    named = [str(config["strategy"])] if "strategy" in axes else []
+    for axis in axes:
+        given = config.get(axis)
+        off = given is None or (axis not in NEVER_OFF and given in (False, 1, "none"))
+        if axis != "strategy" and not off:
+            named.append(f"{SHORT.get(axis, axis)}={value(given)}")
+    return " ".join(named)
+
+
+def parity(outcome: TrialOutcome) -> Text:
+    """Write how far a trial's first updates are from those of one process, and what its small model says."""
+    found = outcome.parity
+    if found is None:
+        return Text("")
+    shown = [f"{d:.0e}" for d in (found.difference, found.miniature_difference) if d is not None]
+    text = " / ".join(shown) or "not finite"
+    return Text(
+        text if found.verdict == "EQUAL" else f"DIFFERS {text}", style="" if found.verdict == "EQUAL" else "red"
+    )
 
 
 def state(text: str) -> Text:

@@ -194,6 +194,9 @@ class SweepSpec(Frozen):
     """months that the saves are kept"""
     price_per_gib_io: float = Field(default=0.0, ge=0)
     """USD per GiB of saves moved"""
+    proof: Literal["reference", "steps", "none"] = "reference"
+    """how it is proved that trials learn the same: reference: by one process's first updates, and a step of a small
+    model; steps: by that step alone; none: not at all"""
     searcher: str = "grid"
     """who picks the next trial"""
     seed: int = Field(default=0, ge=0)

@@ -32,7 +32,6 @@ from trainers.errors import UserError
 from trainers.prepare import TrialData, prepare
 
 T = TypeVar("T")
-BUDGETS = ("budget.trials", "budget.minutes", "budget.gpu_hours")
 Ended = Literal["complete", "budget", "failing", "interrupted", "broken"]
 MLFLOW_STATUS: dict[Ended, Literal["FINISHED", "KILLED", "FAILED"]] = {
     "complete": "FINISHED",
@@ -137,7 +136,10 @@ def enumerate_space(spec: SweepSpec, cluster: Cluster) -> list[Candidate]:
     if spec.launcher == "ray" and widest > cluster.workers:
         raise UserError(too_wide(spec, cluster, widest))
     shape = model.shape(spec.model, spec.model_revision)
-    positions = model.max_positions(spec.model, spec.model_revision)
+    if shape is not None:  # the config need not be read once more
+        positions: int | None = shape.max_position_embeddings
+    else:
+        positions = model.max_positions(spec.model, spec.model_revision)
     return enumerate_candidates(spec, Context(cluster, shape, positions, spec.launcher))
 
 
@@ -183,7 +185,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
     spec, journal = desk.spec, desk.journal
     outcomes = list({o.trial_id: o for o in journal.outcomes}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
-    simplest_first = sorted((o for o in outcomes if o.status == "COMPLETED"), key=simplicity)
+    simplest_first = sorted((o for o in outcomes if o.competes), key=simplicity)
     front = frontier({o.trial_id: o.metrics for o in simplest_first}, objectives)
     journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
     journal.write_candidates(candidates, states(outcomes))
@@ -203,7 +205,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         desk.target,
         ended,
         why,
-        next((k for k in BUDGETS if ended == "budget" and f"{k}=" in why), None),
+        desk.spent if ended == "budget" else None,
         untried,
         tuple(warnings(outcomes) + desk.recorder.notes),
         desk.recorder.url(),
@@ -247,7 +249,15 @@ def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:
                 f"trials {other.trial_id} and {outcome.trial_id} differ in what they learn but have the same "
                 "loss to the last digit: does the setting reach the trainer?"
             )
-    return found + sample_faults(outcomes)
+    return (
+        found
+        + sample_faults(outcomes)
+        + [
+            f"trial {o.trial_id} SEMANTICS_DIFFER, and is kept off the frontier: {o.parity.why}"
+            for o in outcomes
+            if o.parity is not None and o.parity.verdict == "SEMANTICS_DIFFER"
+        ]
+    )
 
 
 def sample_faults(outcomes: Sequence[TrialOutcome]) -> list[str]:

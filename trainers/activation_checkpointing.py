@@ -22,15 +22,18 @@ ATTENTION = {
 PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 
 
-def apply(model: nn.Module, mode: str) -> None:
+# Never reentrant: that breaks frozen inputs and pipelines. Random state is kept: dropout draws the same mask again.
+OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+
+
+def apply(model: nn.Module, mode: str, **more: Any) -> None:
     """Switch recomputation on in every block: `full` keeps a block's input only, `selective` more (see below).
 
-    Never reentrant: that breaks frozen inputs and pipelines. Random state is preserved, so that dropout draws the same
-    mask again.
+    `more`: options of torch.utils.checkpoint.
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    options = {**OPTIONS, **more}
     if mode == "selective":
         options["context_fn"] = selective_contexts
     base: Any = bare(model)

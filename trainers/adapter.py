@@ -1,8 +1,9 @@
-"""What of the model is trained: all weights, or a LoRA adapter on a frozen base."""
+"""What of the model is trained: all weights, or a LoRA adapter on a frozen base, which may be quantized."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,16 +13,38 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainers.strategies import Setting
+
 
 def apply_adapter(model: nn.Module, learning: LearningConfig) -> nn.Module:
     """Freeze what is not trained and add the adapter, whose weights `initial_weight` gives."""
     if learning.adapter == "full":
         return model
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    if learning.adapter == "qlora":
+        from trainers.quantization import quantize
+
+        quantize(model)
+    first = next(model.parameters())
+    # On the meta device the adapter is too, and gets its memory with the model.
+    adapted = cast(
+        "nn.Module", get_peft_model(cast(Any, model), lora_config(learning), low_cpu_mem_usage=first.is_meta)
+    )
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32  # trained weights: never in half precision
+    for name, parameter in adapted.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def lora_config(learning: LearningConfig) -> Any:
+    """Return peft's description of the adapter."""
+    from peft import LoraConfig
 
     names: str | list[str] = [t.strip() for t in learning.lora_targets.split(",")]
-    lora = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=learning.lora_rank,
         # peft declares an int; the formula is alpha / rank for any number
@@ -29,14 +52,18 @@ def apply_adapter(model: nn.Module, learning: LearningConfig) -> nn.Module:
         lora_dropout=learning.lora_dropout,
         target_modules="all-linear" if names == ["all-linear"] else names,
     )
-    first = next(model.parameters())
-    # On the meta device the adapter is too, and gets its memory with the model.
-    adapted = cast("nn.Module", get_peft_model(cast(Any, model), lora, low_cpu_mem_usage=first.is_meta))
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32  # trained weights: never in half precision
-    for name, parameter in adapted.named_parameters():
-        if is_adapter(name):
-            parameter.data = parameter.data.to(dtype)
-    return adapted
+
+
+def illegal(setting: Setting) -> list[str]:
+    """Return why this setting's adapter is illegal: one rule a line, empty when it is legal."""
+    if setting.learning.adapter != "qlora":
+        return []
+    rules = []
+    if importlib.util.find_spec("bitsandbytes") is None:
+        rules.append("adapter=qlora needs the package bitsandbytes: pip install 'finetune-sweeper[quantize]'")
+    if setting.plan.tp > 1:
+        rules.append(f"tp={setting.plan.tp} with adapter=qlora: quantized weights cannot be sliced; use full or lora")
+    return rules
 
 
 def is_adapter(name: str) -> bool:

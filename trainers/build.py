@@ -57,7 +57,7 @@ def build(
         if getattr(system, degree) > 1:
             DIMENSIONS[degree].apply(adapted, setting, layout)
     # 4. Recomputation, which must see the blocks before they are wrapped.
-    activation_checkpointing.apply(adapted, system.activation_checkpointing)
+    activation_checkpointing.apply(adapted, system.activation_checkpointing, **strategy.recomputation(setting))
     # 5. The stages of a pipeline that are this rank's.
     whole, parts = split(adapted, setting, layout)
     # 6. The data-parallel method around each part; memory and weights after it, or before where it needs them.
@@ -93,13 +93,18 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     tied = is_tied(module)
     module.to_empty(device=device)
     if tied and not is_tied(module):  # to_empty makes a parameter anew for each module that holds it
-        inner: Any = bare(module)
-        inner.lm_head.weight = inner.model.embed_tokens.weight
+        tie(module)
     for part in module.modules():
         if hasattr(part, "inv_freq") and hasattr(part, "config"):  # rotary embedding: garbage after to_empty
             kind: Any = type(part)
             for buffer, value in kind(part.config).named_buffers():
                 setattr(part, buffer, nn.Buffer(value.to(device), persistent=False))
+
+
+def tie(module: nn.Module) -> None:
+    """Make the embedding's weight the output head's too."""
+    inner: Any = bare(module)
+    inner.lm_head.weight = inner.model.embed_tokens.weight
 
 
 def is_tied(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -40,6 +41,7 @@ def save(folder: Path, engine: Engine, history: History, identity: str, world: W
         state = {
             "update": update,
             "identity": identity,
+            "format": engine.format,
             "num_workers": world.size,
             "history": history.to_json(),
         }
@@ -87,6 +89,12 @@ def resume(path: Path, engine: Engine, identity: str, world: World) -> History:
             f"{path} was saved by a run with another model, data or learning configuration; give another "
             "output_dir, or the configuration that it was saved with"
         )
+    saved = state.get("format", "torch")
+    if saved != engine.format:
+        raise UserError(
+            f"{path} was saved as {saved}, which this configuration ({engine.format}) cannot load; go on "
+            "with the strategy and number of ranks that saved it, or give another output_dir"
+        )
     engine.load(path, state["update"])
     mine = path / f"random-{world.rank}.pt"
     if mine.is_file():  # a larger world than the one that saved has ranks without a state: they keep the seed's
@@ -108,8 +116,13 @@ def _look(folder: Path) -> tuple[Path | None, Path]:
 
 def _own_bytes(path: Path, rank: int) -> int:
     """Return the bytes that this rank wrote; rank 0 also wrote what belongs to all."""
-    patterns = [f"__{rank}_*", f"random-{rank}.pt", *([".metadata", _STATE] if rank == 0 else [])]
-    return sum(f.stat().st_size for pattern in patterns for f in path.glob(pattern))
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and _writer(f.name) == rank)
+
+
+def _writer(name: str) -> int:
+    """Return which rank writes a file of this name: the one that it names, else the first."""
+    named = re.match(r"(?:__|random-|optimizer-|zero_pp_rank_|bf16_zero_pp_rank_)(\d+)", name)
+    return int(named[1]) if named else 0
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -51,15 +51,15 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-_LORA = OnlyWith("adapter", ("lora",))
+_LORA = OnlyWith("adapter", ("lora", "qlora"))
 
 
 @dataclass(frozen=True)
 class LearningConfig:
     """Everything that changes what is learned. Two trials with equal values learn the same, whatever their system."""
 
-    adapter: Literal["full", "lora"] = option(
-        "lora", "what is trained: all weights, or a LoRA adapter on a frozen base"
+    adapter: Literal["full", "lora", "qlora"] = option(
+        "lora", "what is trained: all weights, or a LoRA adapter on a frozen base; qlora: on a base of 4-bit weights"
     )
     lora_rank: int = option(8, "rank of the LoRA matrices", only_with=_LORA, at_least=1)
     lora_alpha: float = option(16.0, "LoRA scale: the update is multiplied by alpha / rank", only_with=_LORA, above=0)
@@ -119,6 +119,11 @@ class RunConfig:
     )
     save_every_updates: int = option(0, "updates between saves; 0: only at the end", at_least=0)
     output_dir: str | None = option(None, "where saves go; null: to a temporary folder, removed afterwards")
+    proof: Literal["none", "steps", "reference"] = option(
+        "none",
+        "prove that the ranks learn what one process would. steps: one step of a miniature of the model, and the first "
+        "updates noted; reference: also what one process does in them, to compare with",
+    )
     max_updates: int | None = option(None, "stop after this many updates, though the schedule is longer", at_least=1)
 
 

@@ -9,7 +9,8 @@ counted in the tensors: under tensor parallelism a rank holds fewer than the con
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainers.errors import UserError
 from trainers.model import blocks
+
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value."""
 
 PREFIX = "context_"
 """Names that are registered with transformers start with it."""
@@ -62,70 +66,43 @@ def part(tokens: torch.Tensor, rank: int, size: int, method: str) -> torch.Tenso
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
 
-def ulysses(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def ulysses(module: nn.Module, states: States, options: Mapping[str, Any]) -> torch.Tensor:
     """Trade tokens for heads: every rank computes its share of the heads for whole sequences, then trades back.
 
     Key and value heads that are too few to share out are repeated, as often as is needed and no more. A query's head
     then still meets its own: contiguous heads go to a rank, in the order of the groups.
     """
-    group, size = _ranks(module)
+    (query, key, value), (group, size) = states, _ranks(module)
     repeats = math.lcm(key.shape[1], size) // key.shape[1]
-    states = [query, *(t.repeat_interleave(repeats, dim=1) for t in (key, value))]
+    heads = [query, *(t.repeat_interleave(repeats, dim=1) for t in (key, value))]
     # One exchange for all three: [rows, heads, tokens / size, dim] to [size, rows, heads / size, tokens / size, dim].
-    shared = torch.cat([t.unflatten(1, (size, -1)) for t in states], dim=2).movedim(1, 0)
+    shared = torch.cat([t.unflatten(1, (size, -1)) for t in heads], dim=2).movedim(1, 0)
     gathered = _Exchange.apply(shared, group).movedim(0, 2).flatten(2, 3)
-    q, k, v = gathered.split([t.shape[1] // size for t in states], dim=1)
-    out = _attend(q, k, v, dropout, scaling)
+    q, k, v = gathered.split([t.shape[1] // size for t in heads], dim=1)
+    out = _attend(q, k, v, options)
     back = _Exchange.apply(out.unflatten(2, (size, -1)).movedim(2, 0), group)  # [size, rows, heads / size, ...]
-    return back.permute(1, 3, 0, 2, 4).flatten(2, 3), None
+    return cast(torch.Tensor, back).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def allgather(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def allgather(module: nn.Module, states: States, options: Mapping[str, Any]) -> torch.Tensor:
     """Gather the keys and values of all tokens; each of the two chunks of queries meets those up to its own end.
 
     No number of heads is required. Keys that a chunk cannot see are cut off rather than masked: that is what makes
     the parts of `part` equal work.
     """
-    group, size = _ranks(module)
+    (query, key, value), (group, size) = states, _ranks(module)
     rank, length = dist.get_rank(group), query.shape[2] // 2
     gathered = _Gather.apply(torch.stack([key, value]), group).unflatten(0, (size, 2))
     front, mirrored = gathered.chunk(2, dim=4)  # each [size, 2, rows, heads, length, dim]
     k, v = torch.cat([front, mirrored.flip(0)]).movedim(0, 3).flatten(3, 4)  # tokens in their own order
     outs = [
-        _attend(chunk, k[:, :, : seen * length], v[:, :, : seen * length], dropout, scaling)
+        _attend(chunk, k[:, :, : seen * length], v[:, :, : seen * length], options)
         for chunk, seen in zip(query.chunk(2, dim=2), (rank + 1, 2 * size - rank), strict=True)
     ]
-    return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous()
 
 
-def ring(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def ring(module: nn.Module, states: States, options: Mapping[str, Any]) -> torch.Tensor:
     """Let keys and values travel from rank to rank: torch's context parallelism, which only CUDA kernels have.
 
     torch runs the ring where attention meets tensors that are sharded over tokens; its parts are those of `part`.
@@ -135,13 +112,13 @@ def ring(
     from torch.distributed.tensor import DTensor, Shard
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    mesh: Any = module.context_mesh
+    (query, key, value), mesh = states, cast(DeviceMesh, module.context_mesh)
     repeats = query.shape[1] // key.shape[1]
-    states = (query, *(t.repeat_interleave(repeats, dim=1) for t in (key, value)))
-    q, k, v = (DTensor.from_local(t.contiguous(), mesh, [Shard(2)], run_check=False) for t in states)
+    heads = (query, *(t.repeat_interleave(repeats, dim=1) for t in (key, value)))
+    q, k, v = (DTensor.from_local(t.contiguous(), mesh, [Shard(2)], run_check=False) for t in heads)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-        out: Any = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scaling)
-    return out.to_local().transpose(1, 2).contiguous(), None
+        out: Any = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    return cast(torch.Tensor, out.to_local()).transpose(1, 2).contiguous()
 
 
 def enable_ring() -> None:
@@ -157,7 +134,27 @@ def enable_ring() -> None:
     _attention._enable_context_parallel_dispatcher()
 
 
-FUNCTIONS = {"ulysses": ulysses, "allgather": allgather, "ring": ring}
+def as_called(attention: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return an attention function as transformers calls it: with a mask, which is None, and keywords for others."""
+
+    def called(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        return attention(module, (query, key, value), {"dropout_p": dropout, "scale": scaling}), None
+
+    return called
+
+
+FUNCTIONS = {
+    name: as_called(method) for name, method in (("ulysses", ulysses), ("allgather", allgather), ("ring", ring))
+}
 
 
 def _ranks(module: nn.Module) -> tuple[ProcessGroup, int]:
@@ -165,9 +162,9 @@ def _ranks(module: nn.Module) -> tuple[ProcessGroup, int]:
     return mesh.get_group(), mesh.size()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scaling: float | None) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
     """Attend causally; the last query sees the last key."""
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    options = {**options, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.shape[2] == k.shape[2]:
         return scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     # A bias of torch's rather than a mask, so that the flash kernel stays open. It is a tensor of a class of its own,

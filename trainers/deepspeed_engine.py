@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +14,15 @@ import torch
 from torch import nn
 
 from trainers import activation_checkpointing
-from trainers import engine as engines
 from trainers.build import Built
-from trainers.engine import Batch, Engine, Step, optimizer_options, prepared, schedule
+from trainers.engine import Batch, Engine, Step, loss_of, prepared
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
+from trainers.quantization import scales
 from trainers.ranks import ensure_group
 from trainers.strategies import Setting
+
+BUCKET = 500_000_000  # DeepSpeed's own size of a bucket, in numbers
 
 
 class DeepSpeedEngine(Engine):
@@ -37,27 +40,27 @@ class DeepSpeedEngine(Engine):
         total_updates: int,
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        self.module = built.model
-        self._setting, self._layout, self._total_updates = setting, layout, total_updates
-        self._optimizer_class = optimizer
+        super().__init__(built, setting, layout, total_updates, optimizer)
         self._updates = 0
         self._engine: Any = self._initialize()
 
     def _initialize(self) -> Any:
-        import deepspeed
-
+        deepspeed = _imported(self._layout.device)
         world = self._layout.world
         ensure_group(world)
         for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.device.index or 0), ("WORLD_SIZE", world.size)):
             os.environ.setdefault(name, str(value))  # it insists on them, also where the group is there already
-        _without_compiled_operations(self._layout.device)
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        options = optimizer_options(self._optimizer_class, self._setting.learning, self._layout.device)
-        client = self._optimizer_class([{"params": trained}], **options)
         engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=client, model_parameters=trained, config=settings(self._setting)
+            model=self.module,
+            optimizer=self._optimizer_class(self._trained, **self._optimizer_options()),
+            model_parameters=self._trained,
+            config=settings(self._setting, sum(p.numel() for p in self._trained)),
         )
         return engine
+
+    @property
+    def format(self) -> str:
+        return f"DeepSpeed ZeRO-{self._setting.options['zero_stage']} on {self._layout.world.size} ranks"
 
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
         self._engine.train()
@@ -67,7 +70,7 @@ class DeepSpeedEngine(Engine):
         for i, batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
-                loss = self._loss(prepared(batch))
+                loss = loss_of(self._engine, prepared(batch))
             with meter.phase("backward"):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             total += loss.detach()
@@ -80,8 +83,7 @@ class DeepSpeedEngine(Engine):
         return Step(self._layout.sum([float(total)])[0], math.nan if norm is None else float(norm), rate)
 
     def _set_rate(self) -> float:
-        learning = self._setting.learning
-        rate = learning.learning_rate * schedule(learning, self._updates, self._total_updates)
+        rate = self._setting.learning.learning_rate * self._rate_factor(self._updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -91,23 +93,24 @@ class DeepSpeedEngine(Engine):
         self._engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for batch in batches:
-            total += self._loss(prepared(batch)).double()
+            total += loss_of(self._engine, prepared(batch)).double()
         return self._layout.sum([float(total)])[0]
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        output = self._engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        return engines.loss_sum(output.logits, batch["targets"])
-
     def tensors(self) -> Iterator[torch.Tensor]:
-        for p in (*self.module.parameters(), *self.module.buffers()):
+        for p in (*self.module.parameters(), *self.module.buffers(), *scales(self.module)):
             yield getattr(p, "ds_tensor", p).data
             if p.grad is not None:
                 yield p.grad
         yield from _tensors_of(self._engine.optimizer)
 
     def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        half = self._setting.compute_dtype == "bfloat16"
         for name, p in self.module.named_parameters():
-            if p.requires_grad:
+            if p.requires_grad and half:  # the module has rounded copies
+                yield name, safe_get_full_fp32_param(p).detach().clone()
+            elif p.requires_grad:
                 with _gathered([p], self._setting):
                     value = p.detach().clone()
                 yield name, value
@@ -137,11 +140,13 @@ class DeepSpeedEngine(Engine):
         super().close()
 
 
-def settings(setting: Setting) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a setting."""
+def settings(setting: Setting, trained: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a setting; `trained`: the number of trained parameters."""
     stage, offload = setting.options["zero_stage"], setting.options["offload"]
     pinned = setting.device == "cuda"
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": pinned}
+    # Its buffer for gradients is as large as a bucket: no larger than all of them, which an adapter has few of.
+    zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = max(1, min(BUCKET, trained))
     if stage in (1, 2):
         zero["reduce_scatter"] = True
     if offload != "none":
@@ -156,17 +161,26 @@ def settings(setting: Setting) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # its own Adam is compiled at first use, for minutes
         "bf16": {"enabled": setting.compute_dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},  # as the other strategies accumulate, whatever is computed in
         "wall_clock_breakdown": False,
     }
 
 
-def _without_compiled_operations(device: torch.device) -> None:
-    """Let DeepSpeed run on CPU without compiling its shared-memory collectives, which takes a minute."""
+def _imported(device: torch.device) -> Any:
+    """Return the package deepspeed, without its remarks, and on CPU without compiling its shared-memory collectives.
+
+    That takes a minute.
+    """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed.ops
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
 
+    logger.setLevel(logging.ERROR)
+    if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def _gathered(parameters: Sequence[nn.Parameter], setting: Setting, written: bool = False) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from trainers.data import IGNORED
 from trainers.gradients import clip, global_norm, local
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
+from trainers.quantization import scales
 from trainers.strategies import STRATEGIES, Setting, dimensions
 
 Batch = dict[str, torch.Tensor]
@@ -48,6 +49,42 @@ class Engine(ABC):
     backpropagates `divisor · S / N`: S the sum over its targets, N the targets of the whole window, divisor what the
     strategy's reduction divides by. Every rank calls every method alike.
     """
+
+    def __init__(
+        self,
+        built: Built,
+        setting: Setting,
+        layout: Layout,
+        total_updates: int,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        self.module = built.model
+        self._setting, self._layout, self._total_updates = setting, layout, total_updates
+        self._optimizer_class = optimizer
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """What a save is, for a person: it loads where this is the same."""
+
+    def _optimizer_options(self) -> dict[str, Any]:
+        """Return the optimizer's arguments: AdamW's, or the learning rate alone."""
+        learning = self._setting.learning
+        if self._optimizer_class is not torch.optim.AdamW:
+            return {"lr": learning.learning_rate}
+        return {
+            "lr": learning.learning_rate,
+            "betas": (learning.adam_beta1, learning.adam_beta2),
+            "eps": learning.adam_epsilon,
+            "weight_decay": learning.weight_decay,
+            # one kernel, and no second copy of the parameters as foreach needs
+            "fused": True if self._layout.device.type == "cuda" else None,
+        }
+
+    def _rate_factor(self, update: int) -> float:
+        """Return the factor on the peak learning rate for an update."""
+        return schedule(self._setting.learning, update, self._total_updates)
 
     @abstractmethod
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
@@ -87,7 +124,7 @@ class Engine(ABC):
 
 
 # Frozen weights are not saved: they are the base model's. Flat optimizer keys survive another split of the model.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
+SAVED = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 
 
 class NativeEngine(Engine):
@@ -101,31 +138,27 @@ class NativeEngine(Engine):
         total_updates: int,
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        self.module, self.parts = built.model, built.parts
-        self._setting, self._layout, self._total_updates = setting, layout, total_updates
-        self._strategy = STRATEGIES[setting.system.strategy]
+        super().__init__(built, setting, layout, total_updates, optimizer)
+        self.parts = built.parts
         self._dimensions = dimensions(setting.system)
-        self._divisor = self._strategy.gradient_divisor(setting)
-        self._optimizer_class = optimizer
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._divisor = STRATEGIES[setting.system.strategy].gradient_divisor(setting)
         self._runner = make_runner(built, setting, layout)
         self.reset_optimizer()
 
+    @property
+    def format(self) -> str:
+        return "torch"  # sharded tensors under the checkpoint's names: it loads under any strategy and number of ranks
+
     def reset_optimizer(self) -> None:
         """Start optimizer and schedule anew."""
-        learning = self._setting.learning
-        options = optimizer_options(self._optimizer_class, learning, self._layout.device)
+        strategy = STRATEGIES[self._setting.system.strategy]
         groups = [{"params": group} for group in by_mesh(self._trained)]
-        self.optimizer = self._strategy.optimizer(groups, self._layout, self._optimizer_class, **options)
+        self.optimizer = strategy.optimizer(groups, self._layout, self._optimizer_class, **self._optimizer_options())
         self._schedule_after(0)
 
     def _schedule_after(self, updates: int) -> None:
         """Set the learning rate to that of the update which follows `updates` others."""
-
-        def factor(update: int) -> float:
-            return schedule(self._setting.learning, update, self._total_updates)
-
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor, last_epoch=updates - 1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate_factor, last_epoch=updates - 1)
 
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
         for part in self.parts:
@@ -159,19 +192,22 @@ class NativeEngine(Engine):
         return ready
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        for p in (*self.module.parameters(), *self.module.buffers()):
+        for p in (*self.module.parameters(), *self.module.buffers(), *scales(self.module)):
             yield local(p.data)
             if p.grad is not None:
                 yield local(p.grad)
-        for state in self.optimizer.state.values():
+        for state in self._states():
             yield from (local(v) for v in state.values() if isinstance(v, torch.Tensor))
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        """Yield the optimizer's state of each parameter."""
+        yield from self.optimizer.state.values()
 
     def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.module.named_parameters():
             if p.requires_grad:
-                value = p.detach()
-                # A copy either way: the full tensor of a replicated parameter is the parameter itself.
-                yield name, (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+                # On the device, where ranks can gather; what is replicated would be the parameter itself.
+                yield name, whole_value(p.detach().to(self._layout.device)).clone()
 
     def snapshot(self) -> list[torch.Tensor]:
         return [local(p.detach()).to("cpu", copy=True) for p in self._trained]
@@ -190,19 +226,22 @@ class NativeEngine(Engine):
         self.reset_optimizer()
 
     def save(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.module, self.optimizer, options=_OPTIONS)
-        state = {"model": model, "optimizer": optimizer}
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=SAVED)
+        state = {"model": self._of_trained(model), "optimizer": optimizer}
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_saver.save(state, checkpoint_id=folder, no_dist=self._layout.world.size == 1)
 
+    def _of_trained(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the trained weights of a state, each once: a frozen head that is tied to an embedding is in it too."""
+        names = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        return {name: value for name, value in state.items() if name in names}
+
     def load(self, folder: Path, updates: int) -> None:
         self._forget_gathered()
-        model, optimizer = get_state_dict(self.module, self.optimizer, options=_OPTIONS)
-        state = {"model": model, "optimizer": optimizer}
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=SAVED)
+        state = {"model": self._of_trained(model), "optimizer": optimizer}
         state_dict_loader.load(state, checkpoint_id=folder, no_dist=self._layout.world.size == 1)
-        set_state_dict(
-            self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS
-        )
+        set_state_dict(self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=SAVED)
         if updates == 0:
             self.reset_optimizer()  # saving gave an unused optimizer a state of one step
         self._schedule_after(updates)
@@ -242,7 +281,7 @@ class OneByOne(Runner):
             last = i == count - 1
             with self._strategy.accumulating(self._model, last), loss_context(self._setting):
                 with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
-                    loss = self._loss(batch)
+                    loss = loss_of(self._model, batch)
                 with meter.phase("backward"):
                     (loss * scale).backward()
             total += whole_value(loss)
@@ -250,16 +289,7 @@ class OneByOne(Runner):
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         with loss_context(self._setting):
-            return whole_value(self._loss(batch)).double()
-
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        """Return the summed cross entropy of a micro batch's targets.
-
-        No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
-        to its right, so padding changes nothing but keeps the kernels' fast paths open.
-        """
-        output = self._model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        return loss_sum(output.logits, batch["targets"])
+            return whole_value(loss_of(self._model, batch)).double()
 
 
 def make_runner(built: Built, setting: Setting, layout: Layout) -> Runner:
@@ -293,6 +323,16 @@ def loss_context(setting: Setting) -> AbstractContextManager[None]:
     return loss_parallel()  # the logits stay sharded over the vocabulary
 
 
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the summed cross entropy of a prepared micro batch's targets.
+
+    No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
+    to its right, so padding changes nothing but keeps the kernels' fast paths open.
+    """
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    return loss_sum(output.logits, batch["targets"])
+
+
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the sum of the targets' cross entropy, in float32 at least; 0 where there is no target.
 
@@ -303,9 +343,9 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def whole_value(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss as a plain tensor, detached."""
-    detached = loss.detach()
+def whole_value(value: torch.Tensor) -> torch.Tensor:
+    """Return a loss or a parameter as a plain tensor, detached."""
+    detached = value.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
@@ -315,22 +355,6 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     for p in parameters:
         groups.setdefault(hash(p.device_mesh) if isinstance(p, DTensor) else 0, []).append(p)
     return list(groups.values())
-
-
-def optimizer_options(
-    cls: type[torch.optim.Optimizer], learning: LearningConfig, device: torch.device
-) -> dict[str, Any]:
-    """Return the arguments of an optimizer: AdamW's, or the learning rate alone."""
-    if cls is not torch.optim.AdamW:
-        return {"lr": learning.learning_rate}
-    return {
-        "lr": learning.learning_rate,
-        "betas": (learning.adam_beta1, learning.adam_beta2),
-        "eps": learning.adam_epsilon,
-        "weight_decay": learning.weight_decay,
-        # one kernel, and no second copy of the parameters as foreach needs
-        "fused": True if device.type == "cuda" else None,
-    }
 
 
 def schedule(learning: LearningConfig, update: int, total_updates: int) -> float:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-
-import torch
 
 from trainers.config import TrialConfig
 from trainers.diagnose import Fault, WorkerFault, classify
 from trainers.loop import Hooks, train
-from trainers.memory import MemoryMeter
+from trainers.memory import MemoryMeter, return_memory
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import TrialResult
@@ -20,7 +17,7 @@ MAX_TRACEBACK = 8_000  # characters, the end of it: outcomes are one line of a f
 
 def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | None = None) -> TrialResult:
     """Run this rank's part of a job. Raises WorkerFault with kind, phase and rank when anything fails."""
-    _return_cached_memory()  # of the trial before, or of how the data came here: it would count as reserved
+    return_memory()  # of the trial before, or of how the data came here: it would count as reserved
     meter = MemoryMeter(world.device)
     try:
         return train(config, data, world, meter, hooks)
@@ -32,10 +29,4 @@ def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | 
         traceback.clear_frames(error.__traceback__)  # their locals hold the model
         raise WorkerFault(fault) from error
     finally:
-        gc.collect()  # the model must be gone before the process group is
-        _return_cached_memory()
-
-
-def _return_cached_memory() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        return_memory()  # the model must be gone before the process group is

@@ -21,6 +21,11 @@ class Layout:
         self.at = plan.coordinates(world.rank)
         self.dp_rank = plan.dp_rank(world.rank)
 
+    @staticmethod
+    def alone(world: World) -> Layout:
+        """Return the layout of a job that rank 0 does by itself. It makes a group, so every rank must call it."""
+        return _Alone(world) if world.size > 1 else Layout(Plan(), world)
+
     @property
     def device(self) -> torch.device:
         return self.world.device
@@ -56,6 +61,25 @@ class Layout:
         if self.plan.pp > 1:
             dist.all_reduce(on_device, group=self.mesh["pp"].get_group())
         return [float(v) for v in on_device.tolist()]
+
+
+class _Alone(Layout):
+    """Rank 0 by itself in a world of several."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(Plan(), World(0, 1, world.device))
+        self._group = _first_rank(dist.group.WORLD)
+
+    @cached_property
+    def data(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=("data",))
+
+
+@cache
+def _first_rank(_: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group of the first rank; once a process, as `_mesh`."""
+    group: dist.ProcessGroup = dist.new_group([0])
+    return group
 
 
 @cache

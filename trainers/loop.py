@@ -19,17 +19,19 @@ import torch
 
 from trainers import batch as batching
 from trainers import checkpoint
-from trainers.batch import Counts, Window
+from trainers.batch import Window
 from trainers.config import TrialConfig, to_tree
-from trainers.data import TokenizedDataset, collate
-from trainers.engine import Batch, Engine
+from trainers.engine import Engine
 from trainers.environment import describe
+from trainers.feed import Feed
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter, host_peak_bytes
 from trainers.model import shape
+from trainers.parity import Prover
 from trainers.prepare import TrialData
+from trainers.publish import publish
 from trainers.ranks import World
-from trainers.result import Evaluation, History, Save, StopReason, TrialResult, Update
+from trainers.result import Evaluation, History, Proof, Save, StopReason, TrialResult, Update
 from trainers.strategies import STRATEGIES, Setting
 from trainers.timing import Stopwatch
 
@@ -71,13 +73,18 @@ def train(
     found = checkpoint.latest(folder, world) if folder is not None else None
     identity = learning_identity(config, data)
 
-    # 2. Model, adapter, strategy, optimizer, in the order that trainers.build shows.
+    # 2. What one process would do, while no rank holds a model yet.
+    prover = Prover(config.run.proof if found is None else "none")
+    with timed(seconds, "proof"):
+        prover.alone(config, data, updates, setting, layout)
+
+    # 3. Model, adapter, strategy, optimizer, in the order that trainers.build shows.
     with timed(seconds, "model"), meter.phase("load"):
         engine = strategy.make_engine(config.model, config.model_revision, setting, layout, len(updates))
     # Ranks that hold other tokens draw other dropout masks; those that share them (tp) the same.
     torch.manual_seed(learning.seed + layout.dp_rank * plan.cp + layout.at["cp"])
 
-    # 3. Rehearse the worst batch and forget it again; then go on from the last save, or evaluate what is there.
+    # 4. Rehearse the worst batch and forget it again; then go on from the last save, or evaluate what is there.
     with timed(seconds, "rehearsal"):
         rehearse(engine, feed, updates, accumulation, meter, world)
     if found is not None:
@@ -87,8 +94,9 @@ def train(
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
         history.evaluations.append(evaluate(engine, feed, history, world, meter))
     resumed_at = len(history.updates)
+    prover.together(engine, feed, updates, setting.compute_dtype)
 
-    # 4. Update after update; evaluate and save in between; stop for a reason.
+    # 5. Update after update; evaluate and save in between; stop for a reason.
     stop: StopReason = verdict(history, config) or "budget"
     clock = Stopwatch(world)
     end = min(len(updates), config.run.max_updates or len(updates))
@@ -127,12 +135,14 @@ def train(
         if folder is not None and every and (done + 1) % every == 0 and not at_end and stop == "budget":
             history.saves.append(timed_save(folder, engine, history, identity, world, meter))
 
-    # 5. One save at the end, kept only where an output folder was asked for; a finished run that is started again
-    #    has nothing new to save.
+    # 6. One save at the end, kept only where an output folder was asked for, and then beside it what others load; a
+    #    finished run that is started again has nothing new to save.
     if stop != "nan" and (found is None or len(history.updates) > resumed_at):
         history.saves.append(final_save(folder, engine, history, identity, world, meter))
+    if stop != "nan" and folder is not None and history.updates:
+        publish(folder.parent, engine, config, layout, again=len(history.updates) > resumed_at)
     engine.close()
-    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world)
+    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world, prover.result(history))
 
 
 @contextmanager
@@ -141,39 +151,6 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start
-
-
-class Feed:
-    """Turns windows into this rank's micro batches on its device."""
-
-    def __init__(self, data: TrialData, dp: int, dp_rank: int, micro_batch_size: int, device: torch.device) -> None:
-        self.data, self._dp, self._dp_rank, self._micro, self._device = data, dp, dp_rank, micro_batch_size, device
-        self._samples = data.train.samples()
-        held = data.eval.samples()
-        longest_first = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
-        self._held = batching.split(Window(0, 0, tuple(longest_first)), dp, micro_batch_size)[dp_rank]
-        self.eval_targets = sum(held.targets)
-
-    def window(self, window: Window) -> tuple[list[Batch], Counts]:
-        """Return this rank's micro batches, and the counts of the whole window over all ranks."""
-        mine = batching.split(window, self._dp, self._micro)[self._dp_rank]
-        counts = batching.count_window(window, self._samples, self._dp, self._micro)
-        return [self.batch(self.data.train, ids) for ids in mine], counts
-
-    def worst(self, updates: Sequence[Window]) -> tuple[Batch, int]:
-        """Return the micro batch of `updates` with the most slots, and its targets over all dp ranks."""
-        ids = batching.worst_micro_batch(updates, self._samples, self._dp, self._micro)
-        return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
-
-    def evaluation(self) -> Iterator[Batch]:
-        """Yield this rank's share of the evaluation data, longest rows first, as many batches as every other rank."""
-        return (self.batch(self.data.eval, ids) for ids in self._held)
-
-    def batch(self, dataset: TokenizedDataset, ids: Sequence[int]) -> Batch:
-        host = collate(dataset, ids, self.data.pad_id)
-        if self._device.type != "cuda":
-            return host
-        return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}
 
 
 def rehearse(
@@ -287,6 +264,7 @@ def assemble(
     seconds: Mapping[str, float],
     meter: MemoryMeter,
     world: World,
+    proof: Proof | None,
 ) -> TrialResult:
     """Combine the ranks: times are the slowest rank's, memory the largest."""
     return TrialResult(
@@ -301,4 +279,5 @@ def assemble(
         num_workers=world.size,
         effective_config=to_tree(config),
         environment=describe(world),
+        proof=proof,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,7 +115,23 @@ class MemoryMeter:
         return result
 
 
+def return_memory() -> None:
+    """Collect what nothing refers to, and give the device what its allocator has cached."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def reset_host_peak() -> None:
+    """Forget the largest resident size so far, where the system can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def host_peak_bytes() -> int:
-    """Return the largest resident size that this process has had, in bytes."""
+    """Return the largest resident size that this process has had, in bytes; on Linux since it was last reset."""
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -44,7 +44,7 @@ def hf_config(name: str, revision: str | None) -> Any:
         return embedded.config()
     from transformers import AutoConfig
 
-    return _reached(name, lambda: AutoConfig.from_pretrained(name, revision=revision))
+    return reached(name, lambda: AutoConfig.from_pretrained(name, revision=revision))
 
 
 def shape(name: str, revision: str | None = None) -> ModelShape | None:
@@ -69,7 +69,7 @@ def tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase
         return embedded.tokenizer()
     from transformers import AutoTokenizer
 
-    found = _reached(name, lambda: AutoTokenizer.from_pretrained(name, revision=revision))
+    found = reached(name, lambda: AutoTokenizer.from_pretrained(name, revision=revision))
     if found.eos_token is None:
         raise UserError(f"model={name}: its tokenizer has no end-of-sequence token, so answers could not end")
     if found.pad_token is None:
@@ -89,19 +89,17 @@ def skeleton(name: str, revision: str | None, dtype: torch.dtype, attn_implement
     return cast("nn.Module", model)
 
 
-def whole(name: str, revision: str | None, dtype: torch.dtype, attn: str, device: torch.device, **more: Any) -> Any:
+def whole(name: str, revision: str | None, dtype: torch.dtype, attn: str, device: torch.device) -> nn.Module:
     """Load the pretrained model in one piece onto `device`: for kinds whose weights cannot be read by name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one line a rank, in logs that nobody watches
-    model = _reached(
+    model = reached(
         name,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=dtype, attn_implementation=attn, **more
-        ),
+        lambda: AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, attn_implementation=attn),
     )
-    return model if more else model.to(device)
+    return cast("nn.Module", model.to(device))
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -111,7 +109,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def _reached(name: str, call: Any) -> Any:
+def reached(name: str, call: Any) -> Any:
     """Call transformers, and turn its many ways of not finding a model into one sentence."""
     from huggingface_hub.utils import logging
 

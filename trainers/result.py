@@ -85,6 +85,62 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class FirstUpdates:
+    """Mean loss and global gradient norm of a run's first updates, without dropout."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+    def difference(self, other: FirstUpdates) -> float:
+        """Return the largest relative difference, over the updates that both have; NaN where one is not finite."""
+        pairs = [*zip(self.losses, other.losses, strict=False), *zip(self.grad_norms, other.grad_norms, strict=False)]
+        found = [abs(a - b) / abs(a) if a else abs(b) for a, b in pairs]
+        return max(found, default=0.0) if all(math.isfinite(f) for f in found) else math.nan
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> FirstUpdates:
+        return FirstUpdates(*(tuple(_number(v) for v in data[name]) for name in ("losses", "grad_norms")))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What trials of a learning configuration are compared with."""
+
+    source: Literal["one process", "this trial"]
+    first: FirstUpdates
+    noise: float  # how far `first` moves, relatively, when each window's samples come in another order
+    dtype: str  # of compute
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """One step of a small model of the same architecture against one process."""
+
+    difference: float  # the largest relative one, over loss, gradient norm and trained parameters
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What tells whether a trial took the steps that one process would have taken."""
+
+    first: FirstUpdates
+    miniature: Miniature | None = None
+    reference: Reference | None = None
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Proof:
+        small, other = data["miniature"], data["reference"]
+        return Proof(
+            FirstUpdates.from_json(data["first"]),
+            Miniature(**_numbers(small)) if small is not None else None,
+            Reference(other["source"], FirstUpdates.from_json(other["first"]), _number(other["noise"]), other["dtype"])
+            if other is not None
+            else None,
+        )
+
+
+@dataclass(frozen=True)
 class TrialResult:
     """Everything a job measured. Histories are in order; failures are exceptions, not results."""
 
@@ -99,6 +155,7 @@ class TrialResult:
     num_workers: int
     effective_config: Mapping[str, Any]  # as the worker read it
     environment: Mapping[str, str] = field(default_factory=dict)
+    proof: Proof | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; what is not finite becomes null."""
@@ -112,6 +169,7 @@ class TrialResult:
         rows |= {name: tuple(values) for name, values in vars(History.from_json(data)).items()}
         rows["memory"] = {name: PhaseMemory(**m) for name, m in data["memory"].items()}
         rows["fingerprints"] = tuple(data["fingerprints"])
+        rows["proof"] = Proof.from_json(data["proof"]) if data.get("proof") is not None else None
         return TrialResult(**rows)
 
 
@@ -124,4 +182,8 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: math.nan if v is None else v for k, v in row.items()}
+    return {k: _number(v) for k, v in row.items()}
+
+
+def _number(value: Any) -> Any:
+    return math.nan if value is None else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from trainers.adapter import base_name, initial_weight, is_adapter
 from trainers.embedded import model as embedded
 from trainers.embedded.model import EMBEDDED
 from trainers.errors import UserError
+from trainers.gradients import local
+from trainers.model import reached
+from trainers.quantization import packed_layers
 
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -63,7 +66,7 @@ class Weights:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         view = self._open[file].get_slice(stored)
-        index = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
+        index = slices(offset, size)
         whole = view.get_shape()
         if len(whole) != len(index) or any(s.stop > n for s, n in zip(index, whole, strict=True)):
             raise UserError(f"{self._described}: {name} has shape {whole} in its files, and another in the config")
@@ -71,23 +74,29 @@ class Weights:
         return piece
 
 
-Piece = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
-
-
 @torch.no_grad()
 def fill(module: nn.Module, weights: Weights | None, seed: int) -> None:
     """Copy an adapter's first weights, and published ones if given, into what this rank holds of the parameters."""
+    packed = packed_layers(module)
     for name, parameter in module.named_parameters():
         offset, size = held(parameter)
         if is_adapter(name):
             whole = initial_weight(name, tuple(parameter.shape), seed)
-            piece = whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+            piece = whole[slices(offset, size)]
         elif weights is None:
             continue
+        elif name in packed:  # scales are of the whole
+            layer = packed[name]
+            whole = weights.piece(base_name(name), (0, 0), (layer.out_features, layer.in_features))
+            piece = layer.pack(whole.to(parameter.device))[slices(offset, size)]
         else:
             piece = weights.piece(base_name(name), offset, size)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(piece)
+        local(parameter).copy_(piece)
+
+
+def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of `size` elements from `offset` of each dimension."""
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
 
 
 def held(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -101,4 +110,5 @@ def held(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _downloaded(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", INDEX]))
+    wanted = ["*.safetensors", INDEX]
+    return Path(reached(model, lambda: snapshot_download(model, revision=revision, allow_patterns=wanted)))

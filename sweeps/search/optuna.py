@@ -62,7 +62,7 @@ class Optuna(Searcher):
 
     def _complete(self, trial_id: str, outcome: TrialOutcome) -> None:
         values = {o.name: outcome.metrics.get(o.name, math.nan) for o in self.objectives}
-        if all(math.isfinite(v) for v in values.values()):
+        if outcome.competes and all(math.isfinite(v) for v in values.values()):
             self._study.on_trial_complete(trial_id, result=values)
         else:
             self._study.on_trial_complete(trial_id, error=True)

@@ -36,10 +36,16 @@ class Cell:
     def name(self) -> str:
         s = self.system
         degrees = [f"{d}{getattr(s, d)}" for d in ORDER if getattr(s, d) > 1]
-        options = [f"{k}={v}" for k, v in s.options.items() if v != defaults(s).get(k)]
+        options = [f"{k}={v}" for k, v in self.options.items()]
         extra = ["offload"] if s.offload_activations else []
         parts = [s.strategy, *options, *degrees, f"w{s.num_workers}", self.adapter, s.activation_checkpointing, *extra]
         return "-".join([*parts, self.family])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        usual = defaults(self.system)
+        return {k: v for k, v in self.system.options.items() if v != usual.get(k)}
 
     @property
     def values(self) -> set[str]:
@@ -47,8 +53,9 @@ class Cell:
         s = self.system
         chosen = {"strategy": s.strategy, "recompute": s.activation_checkpointing, "adapter": self.adapter}
         chosen |= {d: str(getattr(s, d)) for d in ORDER} | {"family": self.family}
-        changed = [f"{k}={v}" for k, v in s.options.items() if v != defaults(s).get(k)]
-        return {f"{k}={v}" for k, v in chosen.items()} | {changed[0] if changed else "no option"}
+        own = {o.name for o in STRATEGIES[s.strategy].options}  # zero's offload is not fsdp2's
+        changed = {f"{s.strategy if k in own else ''} {k}={v}" for k, v in self.options.items()}
+        return {f"{k}={v}" for k, v in chosen.items()} | (changed or {"no option"})
 
     def setting(self, learning: LearningConfig, dtype: str | None = None) -> Setting:
         plan = STRATEGIES[self.system.strategy].plan(self.system)
@@ -64,22 +71,33 @@ def all_cells() -> list[Cell]:
     """Return the legal cells, each once.
 
     Every strategy with every combination of degrees, adapter and recomputation on as few ranks as it needs; on more,
-    and with every option that leaves its default, one at a time, without recomputation.
+    and with every option that leaves its default, one at a time, without recomputation (but with it where weights are
+    divided in another way).
     """
     found: dict[str, Cell] = {}
     for strategy, degrees in itertools.product(STRATEGIES, _degrees()):
         worlds = [world for world in WORLDS if world % math.prod(degrees.values()) == 0]
         for i, (options, world) in enumerate(itertools.product(_choices(strategy, degrees), worlds)):
-            modes = ("none", "selective", "full") if i == 0 else ("none",)
-            for adapter, recompute in itertools.product(("full", "lora"), modes):
+            modes = ("none", "selective", "full") if i == 0 or "zero_stage" in options else ("none",)
+            adapters = ("full", "lora", "qlora") if i == 0 or "zero_stage" in options else ("full", "lora")
+            for adapter, recompute in itertools.product(adapters, modes):
                 for cell in _cells(strategy, world, degrees, options, adapter, recompute):
                     found.setdefault(cell.name, cell)
     return list(found.values())
 
 
-def few(cells: Sequence[Cell]) -> list[Cell]:
-    """Return cells in which every pair of values that occurs in any cell occurs (greedily, the same every time)."""
-    pairs = {cell.name: set(itertools.combinations(sorted(cell.values), 2)) for cell in cells}
+def each_once() -> dict[str, Cell]:
+    """Return cells on as few ranks as can be in which every value occurs: for what takes long."""
+    small = [c for c in all_cells() if c.system.num_workers == 2 or c.system.options.get("dp_replicate", 1) != 1]
+    return {cell.name: cell for cell in few(small, together=1)}
+
+
+def few(cells: Sequence[Cell], together: int = 2) -> list[Cell]:
+    """Return cells in which every pair (or so many) of values that occurs in any cell occurs.
+
+    Greedily, the same every time.
+    """
+    pairs = {cell.name: set(itertools.combinations(sorted(cell.values), together)) for cell in cells}
     left = set().union(*pairs.values())
     chosen = []
     while left:
@@ -96,12 +114,17 @@ def _degrees() -> Iterator[dict[str, int]]:
 
 
 def _choices(strategy: str, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield no option, then every value that is not a default; one that is illegal alone, with the first that helps."""
     yield {}
-    for owner in (STRATEGIES[strategy], *(DIMENSIONS[d] for d, n in degrees.items() if n > 1)):
-        for option in owner.options:
-            for value in _values(option):
-                if value != option.default:
-                    yield {option.name: value}
+    owners = (STRATEGIES[strategy], *(DIMENSIONS[d] for d, n in degrees.items() if n > 1))
+    options = [option for owner in owners for option in owner.options]
+    alone = [{o.name: value} for o in options for value in _values(o) if value != o.default]
+    world = math.prod(degrees.values())
+    for choice in alone:
+        tries = (choice, *({**other, **choice} for other in alone if other.keys() != choice.keys()))
+        worlds = [size for size in WORLDS if size % world == 0]
+        legal = (t for t in tries for size in worlds if any(_cells(strategy, size, degrees, t, "lora", "none")))
+        yield from itertools.islice(legal, 1)
 
 
 def _values(option: Option) -> tuple[Any, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.strategies.cells import all_cells, few
+from tests.strategies.reference import save_models
 
 CELLS = all_cells()
 
@@ -17,6 +20,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     extra = [i for i in items if i.originalname == "test_cell" and i.callspec.params["name"] not in kept]  # type: ignore[attr-defined]
     items[:] = [item for item in items if item not in extra]
     config.hook.pytest_deselected(items=extra)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny models."""
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +24,89 @@ from trainers.strategies import STRATEGIES
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-def train(
-    folder: Path, cell: Cell, learning: LearningConfig, optimizer: str, updates: int, mutated: bool, dtype: str
-) -> Trace:
-    """Train on this rank; with `mutated`, on the mean of the micro batches' means."""
-    world = current("cpu")
-    setting = cell.setting(learning, dtype)
-    layout = Layout(setting.plan, world)
-    strategy = STRATEGIES[cell.system.strategy]
-    prepare = exact_norms if dtype == "float64" else None
-    model = str(folder / cell.family)
-    engine = strategy.make_engine(
-        model, None, setting, layout, updates, optimizer=OPTIMIZERS[optimizer], prepare=prepare
-    )
-    meter = MemoryMeter(world.device)
-    right = engines.loss_sum
-    if mutated:
-        engines.loss_sum = mean_of_means(
-            right, SAMPLES // (cell.system.micro_batch_size * setting.plan.dp) * setting.plan.dp
+class Rank:
+    """This rank of a cell: an engine, and the windows that it is given."""
+
+    def __init__(
+        self, folder: Path, cell: Cell, learning: LearningConfig, optimizer: str, updates: int, dtype: str | None
+    ) -> None:
+        self.cell, self.setting = cell, cell.setting(learning, dtype)
+        self.layout = Layout(self.setting.plan, current("cpu"))
+        self.meter = MemoryMeter(self.layout.device)
+        self.engine: Engine = STRATEGIES[cell.system.strategy].make_engine(
+            str(folder / cell.family),
+            None,
+            self.setting,
+            self.layout,
+            updates,
+            optimizer=OPTIMIZERS[optimizer],
+            prepare=exact_norms if dtype == "float64" else None,
         )
-    losses, norms, states = [], [], []
+
+    def update(self, update: int) -> tuple[float, float]:
+        """Do one update; return the mean loss of its targets and the gradient norm."""
+        samples = window(update, SAMPLES)
+        split = batching.split(
+            batching.Window(update, 0, tuple(range(SAMPLES))), self.setting.plan.dp, self.cell.system.micro_batch_size
+        )
+        mine = [collated([samples[i] for i in ids]) for ids in split[self.layout.dp_rank]]
+        step = self.engine.step(mine, targets_of(samples), self.meter)
+        return step.loss_sum / targets_of(samples), step.grad_norm
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Return this rank's trained parameters, whole, under the checkpoint's names. Every rank must call it."""
+        return {name if is_adapter(name) else base_name(name): value for name, value in self.engine.trained()}
+
+    def trace(self, updates: int) -> Trace:
+        """Train from the first update on."""
+        steps = [self.update(update) for update in range(updates)]
+        return Trace([loss for loss, _ in steps], [norm for _, norm in steps], self.trained())
+
+
+def train(folder: Path, cell: Cell, learning: LearningConfig, optimizer: str, updates: int, dtype: str | None) -> Trace:
+    """Train on this rank."""
+    rank = Rank(folder, cell, learning, optimizer, updates, dtype)
     try:
-        for update in range(updates):
-            samples = window(update, SAMPLES)
-            mine = batching.split(
-                batching.Window(update, 0, tuple(range(SAMPLES))), setting.plan.dp, cell.system.micro_batch_size
-            )[layout.dp_rank]
-            targets = targets_of(samples)
-            global WINDOW_TARGETS
-            WINDOW_TARGETS = targets
-            step = engine.step([collated([samples[i] for i in ids]) for ids in mine], targets, meter)
-            losses.append(step.loss_sum / targets)
-            norms.append(step.grad_norm)
-            states.append(trained(engine))
+        return rank.trace(updates)
+    finally:
+        rank.engine.close()
+
+
+def prove(
+    folder: Path, cell: Cell, learnings: dict[str, LearningConfig], updates: int, dtype: str
+) -> tuple[Trace, tuple[float, float], Trace]:
+    """Do an update with SGD, then another one wrong, then some with AdamW, each from the same start.
+
+    Returns what came of them; of the wrong one the loss and the gradient norm.
+    """
+    rank = Rank(folder, cell, learnings["sgd"], "sgd", updates, dtype)
+    engine: Any = rank.engine
+    try:
+        start = engine.snapshot()
+        sgd = rank.trace(1)
+        engine.restore(start)
+        with mean_of_means(rank):
+            wrong = rank.update(0)
+        # One build serves both optimizers: most of a cell's time is building.
+        engine._setting, engine._optimizer_class = cell.setting(learnings["adamw"], dtype), OPTIMIZERS["adamw"]
+        engine.restore(start)
+        return sgd, wrong, rank.trace(updates)
+    finally:
+        engine.close()
+
+
+@contextmanager
+def mean_of_means(rank: Rank) -> Iterator[None]:
+    """Make the usual mistake: each micro batch's mean, averaged over the micro batches of all ranks."""
+    right, targets = engines.loss_sum, targets_of(window(0, SAMPLES))
+    micro_batches = SAMPLES // rank.cell.system.micro_batch_size
+
+    def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        count = max(int((labels != -100).sum()), 1)
+        return right(logits, labels) * (targets / (count * micro_batches))
+
+    engines.loss_sum = wrong
+    try:
+        yield
     finally:
         engines.loss_sum = right
-        engine.close()
-    return Trace(losses, norms, states[0], states[-1])
-
-
-WINDOW_TARGETS = 0
-
-
-def mean_of_means(right: Any, micro_batches: int) -> Any:
-    """Return the usual mistake: each micro batch's mean, averaged over the micro batches of all ranks."""
-
-    def wrong(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        count = max(int((targets != -100).sum()), 1)
-        loss: torch.Tensor = right(logits, targets)
-        return loss * (WINDOW_TARGETS / (count * micro_batches))
-
-    return wrong
-
-
-def trained(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return this rank's trained parameters, whole, under the checkpoint's names. Every rank must call it."""
-    return {name if is_adapter(name) else base_name(name): value for name, value in engine.trained()}

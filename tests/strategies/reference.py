@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,20 @@ def targets_of(samples: Sequence[Sample]) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """Losses and gradient norms of the updates, and the trained parameters after the first and the last."""
+    """Losses and gradient norms of the updates, and the trained parameters after the last one."""
 
     losses: list[float]
     norms: list[float]
-    first: dict[str, torch.Tensor]
-    last: dict[str, torch.Tensor]
+    trained: dict[str, torch.Tensor]
+
+
+def in_4_bits() -> Any:
+    """Return how transformers quantizes a model itself: with bitsandbytes' own layers."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
 
 
 @cache
@@ -104,7 +112,10 @@ def reference(
     """Train in this process, the whole window at once."""
     from transformers import AutoModelForCausalLM
 
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / family, dtype=getattr(torch, dtype))
+    quantized: dict[str, Any] = {}
+    if learning.adapter == "qlora":
+        learning, dtype, quantized = replace(learning, adapter="lora"), "float32", {"quantization_config": in_4_bits()}
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / family, dtype=getattr(torch, dtype), **quantized)
     if dtype == "float64":
         exact_norms(base)
     model = apply_adapter(base, learning)
@@ -119,7 +130,7 @@ def reference(
         if optimizer == "sgd"
         else torch.optim.AdamW(trained.values(), lr=rate, weight_decay=learning.weight_decay)
     )
-    losses, norms, states = [], [], []
+    losses, norms = [], []
     for update in range(updates):
         drawn = window(update, samples)
         batch = collated(drawn)
@@ -133,5 +144,5 @@ def reference(
         losses.append(float(loss.detach()))
         chosen.step()
         chosen.zero_grad()
-        states.append({base_name(n) if not is_adapter(n) else n: p.detach().clone() for n, p in trained.items()})
-    return Trace(losses, norms, states[0], states[-1])
+    final = {base_name(n) if not is_adapter(n) else n: p.detach().clone() for n, p in trained.items()}
+    return Trace(losses, norms, final)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.rank_pool import RankPool
 from tests.strategies.cells import SHAPES, Cell
-from tests.strategies.reference import exact_norms, save_models
+from tests.strategies.reference import exact_norms
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.context_attention import FUNCTIONS, part
 from trainers.layout import Layout
@@ -46,13 +46,6 @@ def losses_of_row(folder: Path, chosen: Cell) -> tuple[float, float, int]:
         return trained, evaluated, int((engine._prepare(batch)["targets"] != -100).sum())
     finally:
         engine.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 @pytest.mark.parametrize("method", METHODS)

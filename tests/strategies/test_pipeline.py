@@ -12,7 +12,7 @@ import torch
 
 from tests.rank_pool import RankPool
 from tests.strategies.cells import SHAPES, Cell
-from tests.strategies.reference import collated, exact_norms, save_models, targets_of, window
+from tests.strategies.reference import collated, exact_norms, targets_of, window
 from trainers import batch as batching
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.layout import Layout
@@ -29,13 +29,6 @@ LEARNING = LearningConfig(
     adapter="full", learning_rate=1e-3, lr_schedule="constant", warmup_fraction=0.0, max_grad_norm=0.5,
     global_batch_size=BATCH,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 def cell(family: str = "qwen3", adapter: str = "full", **system: Any) -> Cell:

@@ -25,6 +25,10 @@ def make_spec(tree: Mapping[str, Any] | None = None) -> SweepSpec:
     return space.validate({"space": "test", **(tree or {})}, base=Path.cwd(), given={})
 
 
+# Of lora_small what is not about strategies: one of them, in the order of the axes.
+ONE_WAY = {"system.strategy": "ddp", "system.activation_checkpointing": "none", "searcher": "grid", "seed": "0"}
+
+
 def make_context(
     device: str = "cpu",
     workers: int = 8,

@@ -16,11 +16,13 @@ from sweeps.search import Ask
 from sweeps.spec import SweepSpec
 from sweeps.sweep import run_sweep
 from sweeps.trial import Ending, Job
+from tests.sweeps.factories import ONE_WAY
 from tests.sweeps.silent import SilentScreen
 from trainers.diagnose import Fault, WorkerFault
 from trainers.errors import UserError
 
 TINY = {
+    **ONE_WAY,
     "budget.tokens_per_trial": "1500",
     "eval_every_tokens": "1000",
     "target_eval_loss": "6.0",

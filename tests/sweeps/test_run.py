@@ -14,11 +14,12 @@ import pytest
 
 from sweeps import run
 from sweeps.journal import Journal
+from tests.sweeps.factories import ONE_WAY
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "space=lora_small", "launcher=inline", "system.num_workers=1", "system.micro_batch_size=4", "target_eval_loss=6.0",
-    "budget.tokens_per_trial=1500", "eval_fraction=0.02",
+    "budget.tokens_per_trial=1500", "eval_fraction=0.02", *(f"{key}={value}" for key, value in ONE_WAY.items()),
 ]  # fmt: skip
 
 

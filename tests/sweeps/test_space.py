@@ -18,9 +18,10 @@ from sweeps.candidates import enumerate_candidates, trial_tree
 from sweeps.clusters import load_cluster, presets, price_per_gpu_hour
 from sweeps.spec import SweepSpec, keys
 from tests.sweeps.factories import make_context, make_spec
-from trainers import yaml_text
+from trainers import model, yaml_text
 from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
+from trainers.shape import ModelShape
 
 SPACES = Path(__file__).parents[2] / "search_spaces"
 SHIPPED = sorted(SPACES.glob("*.yaml"))
@@ -392,7 +393,7 @@ epochs: 0
         "searcher=girdd: unknown (did you mean grid?); allowed: grid",
         "objectives: unknown objective 'peak_memroy_gib' (did you mean peak_memory_gib?); allowed: ",
         "unknown key learning.lora_rnk=3 (did you mean learning.lora_rank?)",
-        "learning.adapter=lorra: allowed: full, lora (did you mean lora?)",
+        "learning.adapter=lorra: allowed: full, lora, qlora (did you mean lora?)",
         "learning.lora_rank=0: should be greater than or equal to 1",
         "learning.learning_rate=fast: expected a number",
         "system.num_workers=1.5: expected a whole number",
@@ -525,6 +526,25 @@ def test_a_shipped_space_loads_and_has_something_to_compare(path: Path) -> None:
     assert spec.space == path.stem
     assert reread(spec) == spec
     assert sum(c.legal for c in enumerate_candidates(spec, make_context("cuda"))) >= 2
+
+
+def shape_of(name: str) -> ModelShape | None:
+    """Return the shape of a space's model, from its preset."""
+    if name == "embedded":
+        return model.shape(name)
+    return ModelShape.from_yaml(SPACES / "models" / f"{name.rpartition('/')[2].lower()}.yaml")
+
+
+@each_space
+def test_each_axis_of_a_shipped_space_has_a_choice(path: Path) -> None:
+    """Of every axis with several values at least two are in legal candidates, and no value is in none."""
+    spec = space.load(path.stem, {})
+    device = "cpu" if spec.model == "embedded" else "cuda"
+    legal = [c for c in enumerate_candidates(spec, make_context(device, shape=shape_of(spec.model))) if c.legal]
+    for name, values in {**spec.learning.values(), **spec.system.values()}.items():
+        found = {c.flat[name] for c in legal if name in c.flat}
+        if len(values) > 1:
+            assert found == set(values), name
 
 
 @each_space

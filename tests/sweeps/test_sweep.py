@@ -14,11 +14,13 @@ from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.spec import SweepSpec
 from sweeps.sweep import Report, run_sweep, simplicity, warnings
+from tests.sweeps.factories import ONE_WAY
 from tests.sweeps.silent import SilentScreen
 from trainers.errors import UserError
 from trainers.result import Evaluation, TrialResult
 
 TINY = {
+    **ONE_WAY,
     "launcher": "inline",
     "system.num_workers": "1",
     "system.micro_batch_size": "8",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.rank_pool import RankPool
+from tests.strategies.reference import exact_norms
 from tests.trainers.tiny import OneWeight, build, no_target, targets
 from trainers import batch
 from trainers import engine as engines
@@ -77,7 +78,6 @@ def dataset() -> TokenizedDataset:
 def model(learning: LearningConfig) -> nn.Module:
     """A Llama of 2 layers in float64; Hugging Face's RMSNorm computes in float32, so that is replaced."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     torch.manual_seed(0)
     base = LlamaForCausalLM(
@@ -94,14 +94,8 @@ def model(learning: LearningConfig) -> nn.Module:
         )
     )
     adapted = apply_adapter(base, learning).double()
-    for module in adapted.modules():
-        if isinstance(module, LlamaRMSNorm):
-            module.forward = _norm.__get__(module)
+    exact_norms(adapted)
     return adapted
-
-
-def _norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
 
 
 @dataclasses.dataclass

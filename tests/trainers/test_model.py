@@ -8,6 +8,7 @@ import pytest
 
 from trainers import model
 from trainers.errors import UserError
+from trainers.weights import Weights
 
 
 def test_a_kind_of_model_without_a_known_shape_can_still_be_trained(tmp_path: Path) -> None:
@@ -27,3 +28,8 @@ def test_the_embedded_model_has_a_shape() -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no config"):
         model.locate(str(tmp_path))
+
+
+def test_weights_that_cannot_be_had_are_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"model=nobody/nothing: it cannot be loaded"):
+        Weights.of("nobody/nothing")

@@ -57,6 +57,12 @@ class Setting:
         return named if named != "auto" else "bfloat16" if self.device == "cuda" else "float32"
 
     @property
+    def half(self) -> bool:
+        """Whether compute is in half precision, or would be but for a proof."""
+        named = self.learning.param_dtype
+        return "bfloat16" in (self.dtype, named) or (named == "auto" and self.device == "cuda")
+
+    @property
     def weight_dtype(self) -> str:
         """The dtype in which the base's weights are kept: float32 where they are trained in half precision."""
         trained = self.learning.adapter == "full"
@@ -98,9 +104,15 @@ class Strategy(ABC):
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
         """Wrap a module (the model, or this rank's part of it) in place or not; the result is called like it."""
 
+    def recomputation(self, setting: Setting) -> dict[str, Any]:
+        """Return options of torch.utils.checkpoint, where a block's backward pass must be told of this strategy."""
+        return {}
+
     def proof_dtype(self, setting: Setting) -> str:
         """Return the dtype in which this setting is proved equal to one process: float64 where its engine can."""
-        return "float64"
+        # 4-bit products know no float64, nor do the kernels of ring attention.
+        float32 = setting.learning.adapter == "qlora" or setting.options.get("cp_method") == "ring"
+        return "float32" if float32 else "float64"
 
     @abstractmethod
     def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -140,9 +152,11 @@ class Dimension(ABC):
 
 
 def illegal(setting: Setting) -> list[str]:
-    """Return every rule of the strategy and of the dimensions that forbids a setting; empty when it is legal."""
+    """Return every rule of adapter, strategy and dimensions that forbids a setting; empty when it is legal."""
+    from trainers import adapter
+
     used = dimensions(setting.system)
-    rules = STRATEGIES[setting.system.strategy].validate(setting)
+    rules = adapter.illegal(setting) + STRATEGIES[setting.system.strategy].validate(setting)
     if used and setting.shape is None:
         rules.append("tp, pp and cp need a model of a known kind (Llama, Mistral, Qwen2, Qwen3)")
     return rules + [rule for dimension in used for rule in dimension.validate(setting)]

@@ -59,7 +59,7 @@ class DDP(Strategy):
 
 def _plain(setting: Setting) -> bool:
     plan = setting.plan
-    return plan.tp == plan.pp == plan.cp == 1 and setting.compute_dtype != "bfloat16"
+    return plan.tp == plan.pp == plan.cp == 1 and not setting.half
 
 
 STRATEGIES.register("ddp")(DDP())

@@ -54,7 +54,7 @@ class Tensor(Dimension):
         from torch.distributed.tensor.parallel import parallelize_module
 
         from trainers.adapter import bare
-        from trainers.build import is_tied
+        from trainers.build import is_tied, tie
 
         inner: Any = bare(model)
         tied = is_tied(inner)
@@ -63,7 +63,7 @@ class Tensor(Dimension):
         for name, parameter in inner.named_parameters():  # not every style keeps it
             parameter.requires_grad_(name not in frozen)
         if tied:  # each style made a parameter of its own; both are divided over the vocabulary
-            inner.lm_head.weight = inner.model.embed_tokens.weight
+            tie(inner)
 
 
 def _indivisible(tp: int, shape: ModelShape) -> list[str]:

@@ -29,44 +29,52 @@ class Zero(Strategy):
 
     def plan(self, system: SystemConfig) -> Plan:
         # Ranks hold different shards of the state, and different samples.
-        plan = super().plan(system)
-        return Plan(dp_shard=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp)
+        return Plan.of(system.num_workers, tp=system.tp, pp=system.pp, cp=system.cp, dp_replicate=1)
 
     def validate(self, setting: Setting) -> list[str]:
         stage, engine, offload = (setting.options[o.name] for o in self.options)
-        rules = [
-            f"{degree}={getattr(setting.plan, degree)}: strategy=zero is data parallel only"
-            for degree in ("tp", "pp", "cp")
-            if getattr(setting.plan, degree) > 1
-        ]
+        rules = []  # beside tp, pp and cp it is illegal by their rules
         if engine == "torch":
             if stage != 1:
                 rules.append(f"zero_stage={stage}: zero_engine=torch divides the optimizer state alone, stage 1")
             if offload != "none":
                 rules.append(f"offload={offload}: zero_engine=torch keeps all on the device; use deepspeed")
-            if setting.compute_dtype == "bfloat16" and setting.learning.adapter == "full":
+            if setting.half:
                 rules.append("zero_engine=torch trains weights in the dtype of compute: not bfloat16, use deepspeed")
         elif importlib.util.find_spec("deepspeed") is None:
-            rules.append("zero_engine=deepspeed needs the package deepspeed (pip install 'sweeps[deepspeed]')")
+            rules.append("zero_engine=deepspeed needs the package deepspeed: pip install deepspeed")
         if engine == "deepspeed" and offload == "parameters" and stage != 3:
             rules.append(f"offload=parameters: only zero_stage=3 divides weights, not {stage}; use offload=optimizer")
+        if engine == "deepspeed" and stage == 3 and setting.system.activation_checkpointing == "selective":
+            rules.append(
+                "zero_stage=3 with activation_checkpointing=selective: torch would replay DeepSpeed's gathers from a "
+                "cache; use full or none"
+            )
         return rules
 
     def before_memory(self, setting: Setting) -> bool:
         return False
 
+    def recomputation(self, setting: Setting) -> dict[str, Any]:
+        # The check looks at frozen weights when stage 3 has let go of them again (DeepSpeed 0.19.8); they are gathered
+        # once more before they are used.
+        return {"determinism_check": "none"} if setting.options["zero_stage"] == 3 else {}
+
     def proof_dtype(self, setting: Setting) -> str:
-        return "float64" if setting.options["zero_engine"] == "torch" else "float32"
+        return super().proof_dtype(setting) if setting.options["zero_engine"] == "torch" else "float32"
 
     def make_engine(
         self, model: str, revision: str | None, setting: Setting, layout: Layout, total_updates: int, **options: Any
     ) -> Engine:
-        if setting.options["zero_engine"] == "torch":
-            return super().make_engine(model, revision, setting, layout, total_updates, **options)
         from trainers.build import build
-        from trainers.deepspeed_engine import DeepSpeedEngine
 
         built = build(model, revision, setting, layout, options.pop("prepare", None))
+        if setting.options["zero_engine"] == "torch":
+            from trainers.torch_zero_engine import TorchZeroEngine
+
+            return TorchZeroEngine(built, setting, layout, total_updates, **options)
+        from trainers.deepspeed_engine import DeepSpeedEngine
+
         return DeepSpeedEngine(built, setting, layout, total_updates, **options)
 
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
