@@ -21,7 +21,7 @@ test-slow: install-test
 	$(BIN)/python -m pytest -m slow --ignore tests/strategies $(ARGS)
 
 test-strategies: install-test
-	$(BIN)/python -m pytest -m "slow or not slow" --numprocesses 2 --dist load tests/strategies $(ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/strategies $(ARGS)
 
 check: install-test
 	$(BIN)/ruff check .

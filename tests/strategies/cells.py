@@ -101,7 +101,7 @@ def few(cells: Sequence[Cell], together: int = 2) -> list[Cell]:
     left = set().union(*pairs.values())
     chosen = []
     while left:
-        best = max(cells, key=lambda cell: len(left & pairs[cell.name]))
+        best = max(cells, key=lambda cell: (len(left & pairs[cell.name]), -cell.system.num_workers))
         left -= pairs[best.name]
         chosen.append(best)
     return chosen
