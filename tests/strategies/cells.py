@@ -86,6 +86,13 @@ def all_cells() -> list[Cell]:
     return list(found.values())
 
 
+def pairwise() -> list[Cell]:
+    """Return cells on two ranks in which every pair of values occurs, and on four every value: for every day."""
+    cells = all_cells()
+    two, four = ([c for c in cells if c.system.num_workers == world] for world in WORLDS)
+    return few(two) + few(four, together=1)
+
+
 def each_once() -> dict[str, Cell]:
     """Return cells on as few ranks as can be in which every value occurs: for what takes long."""
     small = [c for c in all_cells() if c.system.num_workers == 2 or c.system.options.get("dp_replicate", 1) != 1]

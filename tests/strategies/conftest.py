@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategies.cells import all_cells, few
+from tests.strategies.cells import all_cells, pairwise
 from tests.strategies.reference import save_models
 
 CELLS = all_cells()
@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cells that add no pair of values, unless this folder was asked for."""
     if any("strategies" in str(argument) for argument in config.invocation_params.args):
         return
-    kept = {cell.name for cell in few(CELLS)}
+    kept = {cell.name for cell in pairwise()}
     extra = [i for i in items if i.originalname == "test_cell" and i.callspec.params["name"] not in kept]  # type: ignore[attr-defined]
     items[:] = [item for item in items if item not in extra]
     config.hook.pytest_deselected(items=extra)

@@ -107,7 +107,12 @@ def test_a_trial_that_differs_is_kept_off_the_frontier(
         return right(self, batches, targets + (self._setting.system.micro_batch_size == 8), meter)
 
     monkeypatch.setattr(NativeEngine, "step", wrong)
-    overrides = {"system.micro_batch_size": ["8", "2"], "budget.trials": "2", "target_eval_loss": "6.0"}
+    overrides = {
+        "system.micro_batch_size": ["8", "2"],
+        "budget.trials": "2",
+        "target_eval_loss": "6.0",
+        "proof": "reference",
+    }
     spec = space.load("lora_small", {**TINY, **overrides, "runs_dir": str(tmp_path / "runs")})
     report = run_sweep(spec, SilentScreen())
     verdicts = {o.config["micro_batch_size"]: o.parity.verdict for o in report.outcomes if o.parity is not None}
