@@ -28,9 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
         shared = "cluster" if item.path.stem in ("test_launch", "test_run", "test_sweep") else item.path.stem
-        # One pool of ranks at a time: two side by side starve each other on few cores.
-        of_ranks = folder in ("trainers", "strategies") or "rank" in shared
-        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else shared))
+        # One group for all of a folder: many pools of ranks side by side starve each other on few cores.
+        of_ranks = folder == "trainers" or "rank" in shared
+        group = folder if folder == "strategies" else "ranks" if of_ranks else shared
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

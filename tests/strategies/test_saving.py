@@ -55,7 +55,7 @@ def figures(result: TrialResult) -> list[tuple[float, float, float]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if cell.options == {"zero_stage": 2} or cell.system.cp > 1 else pytest.mark.slow)
+        pytest.param(name, marks=() if cell.options == {"zero_stage": 2} else pytest.mark.slow)
         for name, cell in CELLS.items()
     ],
 )

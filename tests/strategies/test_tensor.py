@@ -27,6 +27,7 @@ from trainers.shape import ModelShape
 from trainers.strategies import illegal
 from trainers.weights import held
 
+pytestmark = pytest.mark.slow  # all on DTensors: what the contract suite has of them runs every day
 Ranks = Callable[[int], RankPool]
 
 KINDS: dict[str, dict[str, Any]] = {
