@@ -63,9 +63,14 @@ class TrialOutcome(Frozen):
     model_config = ConfigDict(populate_by_name=True)
 
     @property
+    def differs(self) -> bool:
+        """Tell whether the trial took other steps than its learning configuration means."""
+        return self.parity is not None and self.parity.verdict == "SEMANTICS_DIFFER"
+
+    @property
     def competes(self) -> bool:
         """Tell whether the trial may be on the frontier: it ran through, and took the steps that it should have."""
-        return self.status == "COMPLETED" and (self.parity is None or self.parity.verdict == "EQUAL")
+        return self.status == "COMPLETED" and not self.differs
 
     @property
     def cut_short(self) -> bool:

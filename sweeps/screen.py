@@ -251,9 +251,7 @@ def parity(outcome: TrialOutcome) -> Text:
         return Text("")
     shown = [f"{d:.0e}" for d in (found.difference, found.miniature_difference) if d is not None]
     text = " / ".join(shown) or "not finite"
-    return Text(
-        text if found.verdict == "EQUAL" else f"DIFFERS {text}", style="" if found.verdict == "EQUAL" else "red"
-    )
+    return Text(f"DIFFERS {text}", style="red") if outcome.differs else Text(text)
 
 
 def state(text: str) -> Text:

@@ -249,15 +249,9 @@ def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:
                 f"trials {other.trial_id} and {outcome.trial_id} differ in what they learn but have the same "
                 "loss to the last digit: does the setting reach the trainer?"
             )
-    return (
-        found
-        + sample_faults(outcomes)
-        + [
-            f"trial {o.trial_id} SEMANTICS_DIFFER, and is kept off the frontier: {o.parity.why}"
-            for o in outcomes
-            if o.parity is not None and o.parity.verdict == "SEMANTICS_DIFFER"
-        ]
-    )
+    found += sample_faults(outcomes)
+    differ = [(o.trial_id, o.parity.why) for o in outcomes if o.parity is not None and o.differs]
+    return found + [f"trial {trial} SEMANTICS_DIFFER, and is kept off the frontier: {why}" for trial, why in differ]
 
 
 def sample_faults(outcomes: Sequence[TrialOutcome]) -> list[str]:

@@ -93,6 +93,11 @@ def bare(model: nn.Module) -> nn.Module:
     return cast("nn.Module", inner.get_base_model() if hasattr(inner, "get_base_model") else inner)
 
 
+def saved_name(name: str) -> str:
+    """Return the name under which a trained parameter is known: the checkpoint's, or an adapter's own."""
+    return name if is_adapter(name) else base_name(name)
+
+
 def base_name(name: str) -> str:
     """Return the checkpoint's name of a parameter that an adapter may have wrapped."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from trainers import activation_checkpointing
-from trainers.build import Built
 from trainers.engine import Batch, Engine, Step, loss_of, prepared
-from trainers.layout import Layout
 from trainers.memory import MemoryMeter
 from trainers.quantization import scales
 from trainers.ranks import ensure_group
@@ -32,15 +30,7 @@ class DeepSpeedEngine(Engine):
     (on at 1.0 by default) is told our limit, and its schedule is ours.
     """
 
-    def __init__(
-        self,
-        built: Built,
-        setting: Setting,
-        layout: Layout,
-        total_updates: int,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> None:
-        super().__init__(built, setting, layout, total_updates, optimizer)
+    def _start(self, parts: tuple[nn.Module, ...]) -> None:
         self._updates = 0
         self._engine: Any = self._initialize()
 
@@ -111,7 +101,7 @@ class DeepSpeedEngine(Engine):
             if p.requires_grad and half:  # the module has rounded copies
                 yield name, safe_get_full_fp32_param(p).detach().clone()
             elif p.requires_grad:
-                with _gathered([p], self._setting):
+                with _gathered(p, self._setting):
                     value = p.detach().clone()
                 yield name, value
 
@@ -122,7 +112,7 @@ class DeepSpeedEngine(Engine):
         """Put the weights back and build the engine anew: it has no other way to forget its optimizer's state."""
         named = dict(self.module.named_parameters())
         for name, value in snapshot.items():
-            with _gathered([named[name]], self._setting, written=True), torch.no_grad():
+            with _gathered(named[name], self._setting, written=True), torch.no_grad():
                 named[name].copy_(value)
         self._engine.destroy()
         self._updates = 0
@@ -183,12 +173,13 @@ def _imported(device: torch.device) -> Any:
     return deepspeed
 
 
-def _gathered(parameters: Sequence[nn.Parameter], setting: Setting, written: bool = False) -> Any:
+def _gathered(parameter: nn.Parameter, setting: Setting, written: bool = False) -> Any:
+    """Return the context in which a parameter is whole; what is `written` there to the first rank's is kept."""
     if setting.options["zero_stage"] != 3:
         return contextlib.nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if written else None)
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -62,6 +62,11 @@ class Engine(ABC):
         self._setting, self._layout, self._total_updates = setting, layout, total_updates
         self._optimizer_class = optimizer
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._start(built.parts)
+
+    @abstractmethod
+    def _start(self, parts: tuple[nn.Module, ...]) -> None:
+        """Make what this engine needs beside the model, whose `parts` are what runs; called once."""
 
     @property
     @abstractmethod
@@ -130,19 +135,12 @@ SAVED = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params
 class NativeEngine(Engine):
     """torch alone, over whatever strategy and dimensions were applied."""
 
-    def __init__(
-        self,
-        built: Built,
-        setting: Setting,
-        layout: Layout,
-        total_updates: int,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> None:
-        super().__init__(built, setting, layout, total_updates, optimizer)
-        self.parts = built.parts
+    def _start(self, parts: tuple[nn.Module, ...]) -> None:
+        setting = self._setting
+        self.parts = parts
         self._dimensions = dimensions(setting.system)
         self._divisor = STRATEGIES[setting.system.strategy].gradient_divisor(setting)
-        self._runner = make_runner(built, setting, layout)
+        self._runner = make_runner(Built(self.module, parts), setting, self._layout)
         self.reset_optimizer()
 
     @property
@@ -307,11 +305,17 @@ def prepared(batch: Batch, multiple: int = 1) -> Batch:
     Position t of the targets holds the token to predict there; shifted before any division of the sequence, or targets
     at the edges would be lost. Rows are padded to a multiple of `multiple` tokens.
     """
-    ids, labels = batch["input_ids"], batch["labels"]
-    short = -ids.shape[1] % multiple
-    ids, labels = pad(ids, (0, short)), pad(labels, (0, short), value=IGNORED)
+    rows, tokens = batch["input_ids"].shape
+    ids, labels = padded(batch, rows, tokens + -tokens % multiple).values()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return {"input_ids": ids, "targets": pad(labels[:, 1:], (0, 1), value=IGNORED), "position_ids": positions}
+
+
+def padded(batch: Batch, rows: int, tokens: int) -> Batch:
+    """Return input_ids and labels with rows and columns added up to [rows, tokens]; what is added is no target."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    missing = (0, tokens - ids.shape[1], 0, rows - ids.shape[0])
+    return {"input_ids": pad(ids, missing), "labels": pad(labels, missing, value=IGNORED)}
 
 
 def loss_context(setting: Setting) -> AbstractContextManager[None]:

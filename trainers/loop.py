@@ -74,9 +74,9 @@ def train(
     identity = learning_identity(config, data)
 
     # 2. What one process would do, while no rank holds a model yet.
-    prover = Prover(config.run.proof if found is None else "none")
+    prover = Prover(config.run.proof if found is None else "none", setting, layout)
     with timed(seconds, "proof"):
-        prover.alone(config, data, updates, setting, layout)
+        prover.alone(config, data, updates)
 
     # 3. Model, adapter, strategy, optimizer, in the order that trainers.build shows.
     with timed(seconds, "model"), meter.phase("load"):
@@ -94,7 +94,7 @@ def train(
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
         history.evaluations.append(evaluate(engine, feed, history, world, meter))
     resumed_at = len(history.updates)
-    prover.together(engine, feed, updates, setting.compute_dtype)
+    prover.together(engine, feed, updates)
 
     # 5. Update after update; evaluate and save in between; stop for a reason.
     stop: StopReason = verdict(history, config) or "budget"

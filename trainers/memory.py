@@ -131,7 +131,8 @@ def reset_host_peak() -> None:
 def host_peak_bytes() -> int:
     """Return the largest resident size that this process has had, in bytes; on Linux since it was last reset."""
     with suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -19,16 +19,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainers import batch as batching
-from trainers.adapter import apply_adapter, base_name, initial_weight, is_adapter
+from trainers.adapter import apply_adapter, saved_name
 from trainers.batch import Window
 from trainers.config import LearningConfig
 from trainers.data import IGNORED
-from trainers.engine import Batch
+from trainers.engine import Batch, padded
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
 from trainers.model import hf_config, shape
 from trainers.result import Miniature
-from trainers.strategies import STRATEGIES, Setting
+from trainers.strategies import STRATEGIES, Setting, proof_dtype
+from trainers.weights import fill
 
 HEAD_DIM = 8
 VOCABULARY = 64  # rows a tensor-parallel rank
@@ -52,7 +53,7 @@ def compared(model: str, revision: str | None, setting: Setting, layout: Layout)
     """
     if setting.shape is None:
         return None
-    small, dtype = _small(setting), STRATEGIES[setting.system.strategy].proof_dtype(setting)
+    small, dtype = _small(setting), proof_dtype(setting)
     with tempfile.TemporaryDirectory(prefix="miniature-") as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vocabulary = saved(model, revision, Path(folder), _layers(setting), setting.plan.tp)
@@ -133,7 +134,7 @@ def _stepped(folder: str, small: Setting, layout: Layout, samples: Sequence[Batc
         mine = [joined([samples[i] for i in ids], layout.device) for ids in split[layout.dp_rank]]
         targets = sum(int((s["labels"] != IGNORED).sum()) for s in samples)
         step = engine.step(mine, targets, MemoryMeter(torch.device("cpu")))
-        trained = {name if is_adapter(name) else base_name(name): value for name, value in engine.trained()}
+        trained = {saved_name(name): value for name, value in engine.trained()}
         return _Stepped(step.loss_sum / targets, step.grad_norm, trained)
     finally:
         engine.close()
@@ -151,10 +152,7 @@ def _stepped_alone(
     if dtype == "float64":
         exact_norms(base)
     model: Any = apply_adapter(base.to(device), learning).to(device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_adapter(name):
-                parameter.copy_(initial_weight(name, tuple(parameter.shape), learning.seed))
+    fill(model, None, learning.seed)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     batch = joined(samples, device)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
@@ -162,19 +160,15 @@ def _stepped_alone(
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in trained.values() if p.grad is not None])
     torch.optim.SGD(trained.values(), lr=learning.learning_rate).step()
-    final = {n if is_adapter(n) else base_name(n): p.detach() for n, p in trained.items()}
+    final = {saved_name(name): p.detach() for name, p in trained.items()}
     return _Stepped(float(loss.detach()), float(norm), final)
 
 
 def joined(samples: Sequence[Batch], device: torch.device) -> Batch:
-    """Return samples as one batch, padded on the right; a row of padding where there is none."""
-    longest = max((s["input_ids"].shape[1] for s in samples), default=2)
-    ids = torch.zeros(max(len(samples), 1), longest, dtype=torch.int64)
-    labels = torch.full_like(ids, IGNORED)
-    for row, sample in enumerate(samples):
-        ids[row, : sample["input_ids"].shape[1]] = sample["input_ids"][0]
-        labels[row, : sample["labels"].shape[1]] = sample["labels"][0]
-    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+    """Return samples as one batch, padded on the right."""
+    longest = max(s["input_ids"].shape[1] for s in samples)
+    rows = [padded(s, 1, longest) for s in samples]
+    return {name: torch.cat([row[name] for row in rows]).to(device) for name in rows[0]}
 
 
 def saved(model: str, revision: str | None, folder: Path, layers: int, tp: int) -> int:

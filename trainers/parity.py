@@ -22,7 +22,6 @@ from trainers.engine import Engine
 from trainers.feed import Feed
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter, reset_host_peak, return_memory
-from trainers.model import shape
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import FirstUpdates, History, Miniature, Proof, Reference
@@ -34,29 +33,27 @@ UPDATES = 2  # the second one has gone through the optimizer
 class Prover:
     """Collects the proof of one trial. Every rank calls the methods in this order, all of them."""
 
-    def __init__(self, wanted: Literal["none", "steps", "reference"]) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: Literal["none", "steps", "reference"], setting: Setting, layout: Layout) -> None:
+        self._wanted, self._setting, self._layout = wanted, setting, layout
         self._small: Miniature | None = None
         self._reference: Reference | None = None
         self._first: FirstUpdates | None = None
 
-    def alone(
-        self, config: TrialConfig, data: TrialData, updates: Sequence[Window], setting: Setting, layout: Layout
-    ) -> None:
+    def alone(self, config: TrialConfig, data: TrialData, updates: Sequence[Window]) -> None:
         """Do what needs the device's memory, before any rank holds a model."""
         if self._wanted != "none":
-            self._small = miniature.compared(config.model, config.model_revision, setting, layout)
+            self._small = miniature.compared(config.model, config.model_revision, self._setting, self._layout)
         if self._wanted == "reference":
-            self._reference = one_process(config, data, updates, layout.world)
+            self._reference = one_process(config, data, updates, self._setting, self._layout.world)
         return_memory()  # it would count as the trial's
         reset_host_peak()
 
-    def together(self, engine: Engine, feed: Feed, updates: Sequence[Window], dtype: str) -> None:
+    def together(self, engine: Engine, feed: Feed, updates: Sequence[Window]) -> None:
         """Do what needs the trial's own engine, which is left as it was."""
         if self._wanted != "none" and has_dropout(engine.module):
             self._first = first_updates(engine, feed, updates)
         if self._wanted == "reference" and self._reference is None:
-            self._reference = own(engine, feed, updates, dtype)
+            self._reference = own(engine, feed, updates, self._setting.compute_dtype)
 
     def result(self, history: History) -> Proof | None:
         """Return the proof; without dropout the first updates are those of the run."""
@@ -67,36 +64,39 @@ class Prover:
         return Proof(self._first or first, self._small, self._reference)
 
 
-def one_process(config: TrialConfig, data: TrialData, updates: Sequence[Window], world: World) -> Reference | None:
+def one_process(
+    config: TrialConfig, data: TrialData, updates: Sequence[Window], setting: Setting, world: World
+) -> Reference | None:
     """Return what one process does in the first updates, or None where the job does not fit into it.
 
     Rank 0 does it, before any rank holds a model; every rank must call this.
     """
     layout = Layout.alone(world)
-    found, fault = world.broadcast(lambda: _tried(config, data, updates, layout))
+    found, fault = world.broadcast(lambda: _tried(config, data, updates, setting, layout))
     if fault:
         raise RuntimeError(f"the run of one process, to compare with, fails: {fault}")  # on every rank: none waits
     return found
 
 
 def _tried(
-    config: TrialConfig, data: TrialData, updates: Sequence[Window], layout: Layout
+    config: TrialConfig, data: TrialData, updates: Sequence[Window], setting: Setting, layout: Layout
 ) -> tuple[Reference | None, str]:
     """Return what one process does, and a fault that is not a lack of memory."""
     try:
-        return _one_process(config, data, updates, layout), ""
+        return _one_process(config, data, updates, setting, layout), ""
     except Exception as error:  # whatever it is, the other ranks must hear of it
         if classify(error) in OUT_OF_MEMORY:
             return None, ""
         return None, f"{type(error).__name__}: {error}"[:1000]
 
 
-def _one_process(config: TrialConfig, data: TrialData, updates: Sequence[Window], layout: Layout) -> Reference:
-    known = shape(config.model, config.model_revision)
+def _one_process(
+    config: TrialConfig, data: TrialData, updates: Sequence[Window], setting: Setting, layout: Layout
+) -> Reference:
     # As little memory as one process can do with; models of an unknown kind may not be able to recompute.
-    mode: Literal["none", "full"] = "full" if known is not None else "none"
+    mode: Literal["none", "full"] = "full" if setting.shape is not None else "none"
     system = SystemConfig(activation_checkpointing=mode, attn_implementation=config.system.attn_implementation)
-    setting = Setting(config.learning, system, layout.plan, known, layout.device.type)
+    setting = replace(setting, system=system, plan=layout.plan)
     engine: Engine | None = None
     try:
         strategy = STRATEGIES[system.strategy]

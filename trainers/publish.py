@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainers.adapter import base_name, initial_weight, lora_config
+from trainers.adapter import initial_weight, lora_config, saved_name
 from trainers.config import TrialConfig
 from trainers.engine import Engine
 from trainers.layout import Layout
@@ -25,6 +25,8 @@ def publish(folder: Path, engine: Engine, config: TrialConfig, layout: Layout, a
     `again`: also where there is one already. Each stage of a pipeline is written by one rank that holds it. Raises
     RuntimeError where an adapter is not whole, or is what it was at the start.
     """
+    from safetensors.torch import save_file
+
     adapter = config.learning.adapter != "full"
     target = folder / (ADAPTER if adapter else MODEL)
     partial = folder / f".partial-{target.name}"
@@ -37,9 +39,9 @@ def publish(folder: Path, engine: Engine, config: TrialConfig, layout: Layout, a
     world.barrier()
     writes = all(at == 0 for degree, at in layout.at.items() if degree != "pp")
     # Every rank takes part in gathering; only one of a stage keeps what was gathered.
-    mine = {name: value.cpu().contiguous() for name, value in engine.trained() if writes}
+    mine = {saved_name(name): value.cpu().contiguous() for name, value in engine.trained() if writes}
     if writes:
-        _write(partial / _part(stage, layout.plan.pp), mine, config)
+        save_file(mine, partial / _part(stage, layout.plan.pp), {"format": "pt"})
     world.barrier()
     if world.rank == 0:
         (_join_adapter if adapter else _index_model)(partial, config, layout.plan.pp)
@@ -51,15 +53,6 @@ def publish(folder: Path, engine: Engine, config: TrialConfig, layout: Layout, a
 
 def _part(stage: int, stages: int) -> str:
     return "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], config: TrialConfig) -> None:
-    from safetensors.torch import save_file
-
-    if config.learning.adapter == "full":
-        save_file({base_name(name): value for name, value in tensors.items()}, path, {"format": "pt"})
-    else:
-        save_file(dict(tensors), path, {"format": "pt"})
 
 
 def _join_adapter(folder: Path, config: TrialConfig, stages: int) -> None:

@@ -22,13 +22,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.functional import pad
 
 from trainers import activation_checkpointing, engine
 from trainers.adapter import bare
 from trainers.build import DTYPES, Built, is_tied
-from trainers.data import IGNORED
-from trainers.engine import Batch, Runner, loss_context, whole_value
+from trainers.engine import Batch, Runner, loss_context, padded, whole_value
 from trainers.gradients import local
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
@@ -282,13 +280,6 @@ class Pipeline(Runner):
 def scaled_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
     """Return what a micro batch backpropagates, a scalar."""
     return engine.loss_sum(logits, targets) * scale
-
-
-def padded(batch: Batch, rows: int, tokens: int) -> Batch:
-    """Return input_ids and labels with rows and columns added up to [rows, tokens]; what is added is no target."""
-    ids, labels = batch["input_ids"], batch["labels"]
-    missing = (0, tokens - ids.shape[1], 0, rows - ids.shape[0])
-    return {"input_ids": pad(ids, missing), "labels": pad(labels, missing, value=IGNORED)}
 
 
 def tied_embedding(model: nn.Module) -> nn.Parameter | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.shape import ModelShape
-from trainers.strategies import DIMENSIONS, ORDER, STRATEGIES, Option, Setting, illegal
+from trainers.strategies import DIMENSIONS, ORDER, STRATEGIES, Option, Setting, illegal, proof_dtype
 
 SAMPLES = 8  # of a window
 WORLDS = (2, 4)
@@ -161,6 +161,6 @@ def _cells(
             continue
         cell = Cell(replace(system, micro_batch_size=micro), adapter, family)
         setting = cell.setting(learning)
-        setting = replace(setting, dtype=STRATEGIES[strategy].proof_dtype(setting))
+        setting = replace(setting, dtype=proof_dtype(setting))
         if not illegal(setting):
             yield cell

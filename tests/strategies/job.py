@@ -13,7 +13,7 @@ from tests.strategies.cells import SAMPLES, Cell
 from tests.strategies.reference import Trace, collated, exact_norms, targets_of, window
 from trainers import batch as batching
 from trainers import engine as engines
-from trainers.adapter import base_name, is_adapter
+from trainers.adapter import saved_name
 from trainers.config import LearningConfig
 from trainers.engine import Engine
 from trainers.layout import Layout
@@ -55,7 +55,7 @@ class Rank:
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Return this rank's trained parameters, whole, under the checkpoint's names. Every rank must call it."""
-        return {name if is_adapter(name) else base_name(name): value for name, value in self.engine.trained()}
+        return {saved_name(name): value for name, value in self.engine.trained()}
 
     def trace(self, updates: int) -> Trace:
         """Train from the first update on."""

@@ -13,7 +13,7 @@ from tests.strategies.cells import SAMPLES, Cell, all_cells
 from tests.strategies.job import prove
 from tests.strategies.reference import Trace, reference
 from trainers.config import LearningConfig
-from trainers.strategies import STRATEGIES
+from trainers.strategies import proof_dtype
 
 Ranks = Callable[[int], RankPool]
 
@@ -63,7 +63,7 @@ def far(found: Trace, right: Trace) -> float:
 def test_cell(name: str, models: Path, ranks: Ranks) -> None:
     cell = CELLS[name]
     learnings = {optimizer: learning_of(cell, optimizer) for optimizer in ("sgd", "adamw")}
-    dtype = STRATEGIES[cell.system.strategy].proof_dtype(cell.setting(learnings["sgd"]))
+    dtype = proof_dtype(cell.setting(learnings["sgd"]))
     right = {
         optimizer: reference(models, cell.family, learnings[optimizer], optimizer, updates, SAMPLES, "float64")
         for optimizer, updates in (("sgd", 1), ("adamw", UPDATES))

@@ -15,7 +15,7 @@ from tests.strategies.job import train
 from tests.strategies.reference import Trace, reference
 from tests.strategies.test_contract import LIMITS, far, learning_of, whole
 from trainers.config import SystemConfig
-from trainers.strategies import STRATEGIES
+from trainers.strategies import proof_dtype
 
 Ranks = Callable[[int], RankPool]
 
@@ -52,7 +52,7 @@ def test_ten_updates_stay_with_one_process(name: str, models: Path, ranks: Ranks
     """AdamW divides by the root of a mean of squares: a wrong factor on gradients shows in norms, not weights."""
     cell = LONG[name]
     learning = learning_of(cell, "adamw")
-    dtype = STRATEGIES[cell.system.strategy].proof_dtype(cell.setting(learning))
+    dtype = proof_dtype(cell.setting(learning))
     right = reference(models, cell.family, learning, "adamw", UPDATES, SAMPLES, "float64")
     found = whole(ranks(cell.system.num_workers).run(train, models, cell, learning, "adamw", UPDATES, dtype))
     assert len(found.losses) == UPDATES

@@ -51,16 +51,18 @@ class Setting:
     @property
     def compute_dtype(self) -> str:
         """float32, bfloat16 or float64: the dtype of compute and of frozen weights."""
-        if self.dtype is not None:
-            return self.dtype
+        return self.dtype if self.dtype is not None else self._learned_dtype
+
+    @property
+    def _learned_dtype(self) -> str:
+        """What the learning configuration says."""
         named = self.learning.param_dtype
         return named if named != "auto" else "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def half(self) -> bool:
         """Whether compute is in half precision, or would be but for a proof."""
-        named = self.learning.param_dtype
-        return "bfloat16" in (self.dtype, named) or (named == "auto" and self.device == "cuda")
+        return "bfloat16" in (self.dtype, self._learned_dtype)
 
     @property
     def weight_dtype(self) -> str:
@@ -91,10 +93,15 @@ class Strategy(ABC):
     ) -> Engine:
         """Build the engine that does the updates. `options`: `optimizer`, and `prepare`, see trainers.build."""
         from trainers.build import build
-        from trainers.engine import NativeEngine
 
         built = build(model, revision, setting, layout, options.pop("prepare", None))
-        return NativeEngine(built, setting, layout, total_updates, **options)
+        return self.engine(setting)(built, setting, layout, total_updates, **options)
+
+    def engine(self, setting: Setting) -> type[Engine]:
+        """Return the kind of engine that does the updates."""
+        from trainers.engine import NativeEngine
+
+        return NativeEngine
 
     def before_memory(self, setting: Setting) -> bool:
         """Tell whether `apply` divides weights that are on the meta device, so that no rank ever holds all of them."""
@@ -108,11 +115,9 @@ class Strategy(ABC):
         """Return options of torch.utils.checkpoint, where a block's backward pass must be told of this strategy."""
         return {}
 
-    def proof_dtype(self, setting: Setting) -> str:
-        """Return the dtype in which this setting is proved equal to one process: float64 where its engine can."""
-        # 4-bit products know no float64, nor do the kernels of ring attention.
-        float32 = setting.learning.adapter == "qlora" or setting.options.get("cp_method") == "ring"
-        return "float32" if float32 else "float64"
+    def knows_float64(self, setting: Setting) -> bool:
+        """Tell whether this method's engine can compute in float64."""
+        return True
 
     @abstractmethod
     def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -142,6 +147,10 @@ class Dimension(ABC):
         """Return what the length of every row must be a multiple of; rows are padded to it."""
         return 1
 
+    def knows_float64(self, setting: Setting) -> bool:
+        """Tell whether what this degree adds can compute in float64."""
+        return True
+
     @abstractmethod
     def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:
         """Divide the model in place, before the strategy wraps it."""
@@ -160,6 +169,13 @@ def illegal(setting: Setting) -> list[str]:
     if used and setting.shape is None:
         rules.append("tp, pp and cp need a model of a known kind (Llama, Mistral, Qwen2, Qwen3)")
     return rules + [rule for dimension in used for rule in dimension.validate(setting)]
+
+
+def proof_dtype(setting: Setting) -> str:
+    """Return the dtype in which a setting is proved equal to one process: float64 where all of it can."""
+    owners: list[Strategy | Dimension] = [STRATEGIES[setting.system.strategy], *dimensions(setting.system)]
+    exact = setting.learning.adapter != "qlora"  # 4-bit products know no float64
+    return "float64" if exact and all(owner.knows_float64(setting) for owner in owners) else "float32"
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", __name__)

@@ -51,6 +51,9 @@ class Context(Dimension):
             rules += undivided_heads(shape.num_attention_heads, setting.plan.tp, cp)
         return rules
 
+    def knows_float64(self, setting: Setting) -> bool:
+        return method(setting) != "ring"  # whose kernels have none
+
     def multiple(self, setting: Setting) -> int:
         return setting.plan.cp * (1 if method(setting) == "ulysses" else 2)
 

@@ -60,22 +60,17 @@ class Zero(Strategy):
         # once more before they are used.
         return {"determinism_check": "none"} if setting.options["zero_stage"] == 3 else {}
 
-    def proof_dtype(self, setting: Setting) -> str:
-        return super().proof_dtype(setting) if setting.options["zero_engine"] == "torch" else "float32"
+    def knows_float64(self, setting: Setting) -> bool:
+        return setting.options["zero_engine"] == "torch"
 
-    def make_engine(
-        self, model: str, revision: str | None, setting: Setting, layout: Layout, total_updates: int, **options: Any
-    ) -> Engine:
-        from trainers.build import build
-
-        built = build(model, revision, setting, layout, options.pop("prepare", None))
+    def engine(self, setting: Setting) -> type[Engine]:
         if setting.options["zero_engine"] == "torch":
             from trainers.torch_zero_engine import TorchZeroEngine
 
-            return TorchZeroEngine(built, setting, layout, total_updates, **options)
+            return TorchZeroEngine
         from trainers.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(built, setting, layout, total_updates, **options)
+        return DeepSpeedEngine
 
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
         if setting.options["zero_engine"] == "deepspeed":
