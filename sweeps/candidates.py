@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import itertools
 import json
 from collections import Counter
@@ -15,10 +14,8 @@ from typing import Any
 from sweeps.spec import Axis, SweepSpec, axes
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
 from trainers.plan import Plan
-from trainers.shape import LINEAR_LAYERS, ModelShape
+from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, illegal
-
-ADAPTABLE = (*LINEAR_LAYERS, "lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,14 @@ def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
 
 
 def trial_tree(
-    spec: SweepSpec, candidate: Candidate, device: str, target: float | None, proof: str = "none"
+    spec: SweepSpec,
+    candidate: Candidate,
+    device: str,
+    target: float | None,
+    proof: str = "none",
+    traces: str | None = None,
 ) -> dict[str, Any]:
-    """Return the config of a candidate's trial, in file form."""
+    """Return the config of a candidate's trial, in file form; `traces`: the folder for those that are asked for."""
     run = {
         "device": device,
         "max_tokens": spec.budget.tokens_per_trial,
@@ -86,6 +88,10 @@ def trial_tree(
         "target_eval_loss": target,
         "eval_every_tokens": spec.eval_every_tokens,
         "proof": proof,
+        "measure_seconds": spec.measure_seconds,
+        "precision": spec.precision,
+        "trace": spec.trace,
+        "trace_dir": traces if spec.trace != "none" else None,
     }
     return {**data_tree(spec), "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 
@@ -146,20 +152,7 @@ def _candidate(model: str, learning: Mapping[str, Any], system: Mapping[str, Any
 
 
 def _general_rules(learning: Mapping[str, Any], system: SystemConfig, context: Context) -> Iterator[str]:
-    device = context.cluster.device
     if context.launcher == "inline" and system.num_workers > 1:
         yield f"num_workers={system.num_workers}: launcher=inline runs in this one process, so num_workers must be 1"
-    if system.attn_implementation == "flash_attention_2":
-        if device != "cuda":
-            yield f"attn_implementation=flash_attention_2 needs CUDA; this sweep runs on {device}: use sdpa or eager"
-        elif importlib.util.find_spec("flash_attn") is None:
-            yield "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: use sdpa"
-        if learning["param_dtype"] == "float32":
-            yield "attn_implementation=flash_attention_2 computes in half precision: not with param_dtype=float32"
-    targets = str(learning.get("lora_targets", "all-linear"))
-    named = [t.strip() for t in targets.split(",")] if targets != "all-linear" else []
-    unknown = [t for t in named if t.rsplit(".", 1)[-1] not in ADAPTABLE]  # as peft: a name, or the end of a path
-    if context.shape is not None and unknown:
-        yield f"lora_targets={targets}: {unknown[0]!r} is no layer of this model; it has {', '.join(ADAPTABLE)}"
     if context.positions is not None and learning["seq_len"] > context.positions:
         yield f"seq_len={learning['seq_len']} is longer than the model's {context.positions} positions"

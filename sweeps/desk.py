@@ -161,7 +161,14 @@ class SweepDesk:
             candidate.id,
             candidate.num_workers,
             int(candidate.learning["seq_len"]),
-            trial_tree(self.spec, candidate, self.cluster.device, self.target, self._proof_of(candidate)),
+            trial_tree(
+                self.spec,
+                candidate,
+                self.cluster.device,
+                self.target,
+                self._proof_of(candidate),
+                str((self.journal.folder / "traces" / trial_id).resolve()),
+            ),
             time.time(),
         )
         self._running[job.trial_id] = candidate
@@ -204,6 +211,7 @@ class SweepDesk:
                 status=fault.status,
                 reason_kind=fault.kind,
                 reason=fault.message,
+                details=tuple(fault.lines),
                 phase=fault.phase,
                 rank=fault.rank,
                 traceback=fault.traceback,

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -138,7 +138,7 @@ class Journal:
         ]
         self._write("candidates.jsonl", "\n".join(lines) + "\n")
 
-    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+    def write_json(self, name: str, value: Mapping[str, Any] | Sequence[Any]) -> None:
         """Write a JSON file of the folder."""
         self._write(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
 

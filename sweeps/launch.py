@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
 from trainers.diagnose import Fault, WorkerFault, root_cause
 from trainers.errors import UserError
+from trainers.memory import host_usage, oom_kills
 from trainers.prepare import TrialData
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,11 +217,12 @@ def run_job(job: Mapping[str, Any], settings: Mapping[str, Any]) -> Ending:
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
-    started = time.time()
+    started, killed = time.time(), oom_kills()
     try:
         fitted = trainer.fit()
     except Exception as error:  # Ray raises several unrelated types; each becomes a value here
-        return Ending(fault=_fault(error, time.time() - started, settings["timeout_s"]))
+        fault = _fault(error, time.time() - started, settings["timeout_s"])
+        return Ending(fault=proved(fault, oom_kills() - killed, host_usage()))
     return Ending(result=fitted.return_value)
 
 
@@ -239,6 +242,15 @@ def _fault(error: Exception, seconds: float, timeout_s: float) -> Fault:
     return cause
 
 
+def proved(fault: Fault, kills: int, usage: str) -> Fault:
+    """Return a fault whose process was killed as one of memory, where the kernel counts that it ended one for that."""
+    if fault.kind != "killed_unproved" or kills < 1:
+        return fault
+    counted = f"the kernel ended {kills} process(es) of this control group for lack of memory (oom_kill +{kills})"
+    said = tuple(text for text in (counted, usage, *fault.consequences) if text)
+    return replace(fault, kind="host_oom", consequences=said)
+
+
 def _worker_fault(rank: int, failure: BaseException) -> Fault:
     if isinstance(failure, WorkerFault):
         return failure.fault
@@ -247,7 +259,7 @@ def _worker_fault(rank: int, failure: BaseException) -> Fault:
     if type(inner).__name__ == "OutOfMemoryError" or "low on memory" in text:
         return Fault("host_oom", "unknown", rank, f"Ray's memory monitor ended the worker: {text}")
     if "Died" in type(inner).__name__ or "ActorError" in type(inner).__name__:
-        return Fault("killed_unproved", "unknown", rank, f"the worker process died: {text}")
+        return Fault("killed_unproved", "unknown", rank, f"the worker process died, why is not proved: {text}")
     return Fault("crash", "unknown", rank, f"{type(inner).__name__}: {text}")
 
 

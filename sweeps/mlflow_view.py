@@ -36,9 +36,12 @@ TRAIN_CURVES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/s
 WITHOUT_OBJECTIVES = ("OOM", "FAILED", "INFEASIBLE")
 
 _GROUPS = {
-    "memory": "peak_memory_gib peak_memory_allocated_gib peak_memory_reserved_gib host_peak_memory_gib",
-    "throughput": "step_time_s tokens_per_second target_tokens_per_second tokens_per_second_per_device "
-    "padding_share mfu hfu",
+    "memory": "peak_memory_gib peak_memory_allocated_gib peak_memory_reserved_gib host_peak_memory_gib weights_gib "
+    "gradients_gib optimizer_state_gib activations_gib temporary_gib",
+    "throughput": "step_time_s step_time_precision tokens_per_second target_tokens_per_second "
+    "tokens_per_second_per_device padding_share mfu hfu straggler_spread",
+    "step": "forward_share backward_share recompute_share collective_share transfer_share data_share "
+    "pipeline_idle_share optimizer_share other_share profiled_step_time_s",
     "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates",
     "cost": "cost_per_quality_usd storage_usd startup_cost_usd gpu_hours save_gib",
     "parity": "parity_difference parity_tolerance miniature_difference",
@@ -204,7 +207,7 @@ def files(outcome: TrialOutcome) -> dict[str, str]:
     found = {"config/config.yaml": yaml_text.dump(plain(outcome.trial_config)), "log.txt": log(outcome)}
     if outcome.result is not None:
         result = plain(outcome.result)
-        timing = {name: result.get(name) for name in ("updates", "evaluations", "saves", "seconds")}
+        timing = {name: result.get(name) for name in ("updates", "evaluations", "saves", "seconds", "speed")}
         found["memory.json"] = json.dumps(result.get("memory"), indent=1) + "\n"
         found["timing.json"] = json.dumps(timing, indent=1) + "\n"
     return found
@@ -219,6 +222,7 @@ def log(outcome: TrialOutcome) -> str:
     where = f", phase {outcome.phase}" if outcome.phase else ""
     where += f", rank {outcome.rank}" if outcome.rank is not None else ""
     lines.append(f"{outcome.status}{where}{': ' if outcome.reason else ''}{outcome.reason}")
+    lines += [f"    {detail}" for detail in outcome.details]
     if outcome.traceback:
         lines += ["", outcome.traceback]
     return "\n".join(lines) + "\n"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from sweeps.parity import Parity
 from sweeps.spec import Frozen
 from trainers.result import TrialResult
 
-SCHEMA = 1
+SCHEMA = 2
 Status = Literal["COMPLETED", "OOM", "INFEASIBLE", "FAILED", "STOPPED"]
 ReasonKind = Literal[
     "device_oom",
@@ -41,6 +41,8 @@ class TrialOutcome(Frozen):
     reason_kind: ReasonKind | None = None
     reason: str = ""
     """one sentence; empty where there is nothing to say"""
+    details: tuple[str, ...] = ()
+    """what else is known of a failure, a phrase each: the request that failed, the account that grew, consequences"""
     traceback: str = ""
     """of the rank that failed first"""
     phase: str | None = None
@@ -61,6 +63,13 @@ class TrialOutcome(Frozen):
     """what the job measured, as TrialResult.to_json"""
 
     model_config = ConfigDict(populate_by_name=True)
+
+    @field_validator("schema_")
+    @classmethod
+    def _known(cls, given: int) -> int:
+        if given != SCHEMA:
+            raise ValueError(f"it was written by another version (schema {given}; this one reads {SCHEMA})")
+        return given
 
     @property
     def differs(self) -> bool:

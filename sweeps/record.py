@@ -33,7 +33,10 @@ Status = Literal["FINISHED", "KILLED", "FAILED"]
 # with the frontier. The tag `frontier` is what tells.
 LEFT_FRONTIER = 9999
 SLOW_S, PAUSE_S = 2.0, 60.0  # after an outage that took so long to notice, the next trials wait so long to be sent
-FILES = ("trials.jsonl", "frontier.json", "candidates.jsonl", "frontier")
+FILES = (
+    "trials.jsonl", "frontier.json", "candidates.jsonl", "frontier", "advice.json", "scaling.json", "scaling.png",
+    "traces",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

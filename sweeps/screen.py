@@ -18,6 +18,9 @@ from sweeps.outcome import TrialOutcome
 from sweeps.spec import SweepSpec
 from sweeps.sweep import Report
 from sweeps.trial import Job
+from trainers.result import Accounts
+from trainers.split import PARTS
+from trainers.timing import peak_phase
 
 SHORT = {
     "activation_checkpointing": "recompute",
@@ -44,6 +47,7 @@ FIGURES = (
 
 
 MOST_ROWS = 40  # of the table of all trials
+LEAST_SHOWN = 0.005  # of a step: a part that is smaller in every trial has no column
 # Axes whose value 1, false or none says something.
 NEVER_OFF = ("num_workers", "micro_batch_size", "zero_stage", "reshard_after_forward", "lora_rank", "global_batch_size")
 
@@ -153,6 +157,10 @@ def print_report(report: Report, resume_command: str) -> None:
         console = Console(highlight=False, width=140)
     console.print()
     _print_trials(console, report)
+    _print_accounts(console, report)
+    _print_parts(console, report)
+    _print_advice(console, report)
+    _print_scaling(console, report)
     _print_frontier(console, report)
     _print_others(console, report)
     for text in report.warnings:
@@ -187,6 +195,89 @@ def _print_trials(console: Console, report: Report) -> None:
     console.print(table)
 
 
+def _print_accounts(console: Console, report: Report) -> None:
+    """Print what the peak of memory is made of, trial by trial."""
+    rows = []
+    for outcome in report.outcomes[:MOST_ROWS]:
+        measured = outcome.measured
+        peak = peak_phase(measured) if measured is not None else None
+        if measured is None or peak is None:
+            continue
+        phase, rank = peak
+        memory = measured.memory[phase].worst
+        accounts = (getattr(memory.accounts, name) for name in Accounts.names())
+        held = memory.reserved - memory.allocated
+        rows.append(
+            [
+                outcome.trial_id,
+                phase.replace("_", " "),
+                str(rank),
+                *(mib(b) for b in (*accounts, memory.allocated, held)),
+            ]
+        )
+    heads = [name.replace("_", " ") for name in Accounts.names()]
+    names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved"]
+    _print_table(
+        console, "Memory at the peak, MiB: the five accounts, their sum, and what the allocator keeps", names, rows
+    )
+
+
+def _print_parts(console: Console, report: Report) -> None:
+    """Print where the time of a step goes, trial by trial."""
+    names = [f"{part}_share" for part in PARTS]
+    shown = [o for o in report.outcomes[:MOST_ROWS] if all(name in o.metrics for name in names)]
+    used = [n for n in names if any(o.metrics[n] >= LEAST_SHOWN for o in shown)]
+    heads = [n.removesuffix("_share").replace("_", " ") for n in used]
+    rows = []
+    for o in shown:
+        m = o.metrics
+        precision = f"{m['step_time_s']:.4g} ± {m['step_time_precision']:.0%}"
+        also = (f"{m[n]:.0%}" if n in m else "" for n in ("padding_share", "mfu", "hfu", "straggler_spread"))
+        rows.append([o.trial_id, precision, *(f"{m[n]:.0%}" for n in used), *also])
+    _print_table(
+        console,
+        "Time of a step, by part (profiled)",
+        ["trial", "step s", *heads, "padding", "mfu", "hfu", "spread"],
+        rows,
+    )
+
+
+def _print_advice(console: Console, report: Report) -> None:
+    """Print what binds each trial, and what to change first."""
+    rows = []
+    for a in report.advice[: 2 * MOST_ROWS]:
+        unit = "GiB" if a.figure == "peak_memory_gib" else "target tok/s"
+        expected = f"{'≤ ' if unit != 'GiB' else ''}{figure(a.expected)} {unit}" if a.expected is not None else ""
+        rows.append([a.trial_id, a.binds, a.text, expected, a.verdict])
+    _print_table(
+        console, "What binds, and what to try first", ["trial", "binds", "try", "expected", "what became of it"], rows
+    )
+
+
+def _print_scaling(console: Console, report: Report) -> None:
+    """Print speed-up and efficiency of configurations that ran with several numbers of workers."""
+    rows = []
+    for group in report.scaling:
+        for p in group.points:
+            rows.append(
+                [p.trial_id, str(p.num_workers), figure(p.rate), f"{p.speedup:.2f}×", f"{p.efficiency:.0%}",
+                 f"{p.gpu_time_ratio:.2f}×"]
+            )  # fmt: skip
+    heads = ["trial", "workers", "target tok/s", "speed-up", "efficiency", "GPU time"]
+    _print_table(console, "Scaling", heads, rows)
+
+
+def _print_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for head in heads:
+        table.add_column(head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def _print_frontier(console: Console, report: Report) -> None:
     objectives = report.frontier.objectives
     axes = varying([c for c in report.candidates if c.legal])
@@ -196,6 +287,10 @@ def _print_frontier(console: Console, report: Report) -> None:
         console.print(
             f"No frontier: no trial has a value for every objective ({', '.join(o.name for o in objectives)}){target}"
         )
+        if any(o.reason_kind == "budget" and o.status == "COMPLETED" for o in report.outcomes):
+            console.print(
+                "the target was not reached: raise budget.tokens_per_trial, or give a higher target_eval_loss"
+            )
         return
     table = Table(
         title=f"Frontier of {report.sweep_id}{target}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
@@ -231,6 +326,8 @@ def _print_others(console: Console, report: Report) -> None:
                 markup=False,
                 soft_wrap=True,
             )
+        for detail in outcome.details:
+            console.print(f"    {detail}", markup=False, soft_wrap=True)
 
 
 def words(config: Mapping[str, Any], axes: Sequence[str]) -> str:
@@ -265,6 +362,11 @@ def figure(number: float | None) -> str:
     if number is None:
         return ""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
+def mib(number: int) -> str:
+    """Write bytes as MiB; empty for none."""
+    return "" if number == 0 else f"{number / 2**20:,.1f}" if number < 2**30 else f"{number / 2**20:,.0f}"
 
 
 def value(of: Any) -> str:

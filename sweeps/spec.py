@@ -197,6 +197,13 @@ class SweepSpec(Frozen):
     proof: Literal["reference", "steps", "none"] = "reference"
     """how it is proved that trials learn the same: reference: by one process's first updates, and a step of a small
     model; steps: by that step alone; none: not at all"""
+    measure_seconds: float = Field(default=20.0, ge=0)
+    """most seconds that a trial times its windows for, before it trains; they stand for the data's lengths, and are the
+    same in all trials. 0: training itself is timed, and there is no split of the step"""
+    precision: float = Field(default=0.03, gt=0)
+    """it stops earlier once the 95 % confidence interval of the step time is within this, relatively"""
+    trace: Literal["none", "memory", "time"] = "none"
+    """keep a trace of every trial under runs/<sweep id>/traces: of memory, or of time for Perfetto"""
     searcher: str = "grid"
     """who picks the next trial"""
     seed: int = Field(default=0, ge=0)

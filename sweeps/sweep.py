@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sweeps import cost, signals
+from sweeps.advice import Advice, advise
 from sweeps.candidates import (
     Candidate,
     Cluster,
@@ -24,12 +26,14 @@ from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import Frontier, frontier
 from sweeps.record import Recorder
+from sweeps.scaling import Scaling, draw, scaling
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
 from trainers import model
 from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
 from trainers.prepare import TrialData, prepare
+from trainers.shape import ModelShape
 
 T = TypeVar("T")
 Ended = Literal["complete", "budget", "failing", "interrupted", "broken"]
@@ -58,6 +62,8 @@ class Report:
     spent: str | None  # the key of the budget that ended it
     untried: int
     warnings: tuple[str, ...]
+    advice: tuple[Advice, ...]
+    scaling: tuple[Scaling, ...]
     url: str
     ui_command: str | None
 
@@ -95,6 +101,7 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         faults.of(lambda: check_writable(Path(spec.runs_dir)))
         price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
         data = faults.of(lambda: tokenise(spec, screen)) or {}
+        shape = faults.of(lambda: model.shape(spec.model, spec.model_revision))
         faults.raise_any()
         launcher.start()
         Recorder(spec, "", Path(spec.runs_dir)).check()
@@ -124,7 +131,7 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
             stopped = error
 
         # 5. The trade-off, written down.
-        report = conclude(desk, candidates, stopped)
+        report = conclude(desk, candidates, shape, stopped)
         if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
             raise stopped
         return report
@@ -180,8 +187,10 @@ def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
     return data
 
 
-def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseException | None) -> Report:
-    """Compute the frontier, write it to the folder and to MLflow, and say how the sweep ended."""
+def conclude(
+    desk: SweepDesk, candidates: Sequence[Candidate], shape: ModelShape | None, stopped: BaseException | None
+) -> Report:
+    """Compute the frontier and what to change, write both to the folder and to MLflow, and say how the sweep ended."""
     spec, journal = desk.spec, desk.journal
     outcomes = list({o.trial_id: o for o in journal.outcomes}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
@@ -192,6 +201,12 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
     untried = sum(c.legal and c.id not in tried for c in candidates)
     ended, why = ending(desk, stopped, untried)
+    advice = advise(outcomes, shape)
+    scaled = scaling(outcomes)
+    journal.write_json("advice.json", [dataclasses.asdict(a) for a in advice])
+    if scaled:
+        journal.write_json("scaling.json", [dataclasses.asdict(s) for s in scaled])
+        draw(scaled, labels([s.config for s in scaled]), journal.folder / "scaling.png")
     headline = f"{len(front.points)} configuration(s) on the frontier of {len(outcomes)} trials; {why}"
     desk.recorder.close(journal.outcomes, front, MLFLOW_STATUS[ended], why, headline)
     journal.close()
@@ -208,9 +223,17 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         desk.spent if ended == "budget" else None,
         untried,
         tuple(warnings(outcomes) + desk.recorder.notes),
+        tuple(advice),
+        tuple(scaled),
         desk.recorder.url(),
         desk.recorder.ui_command(),
     )
+
+
+def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what tells configurations apart, in words."""
+    differing = [n for n in dict.fromkeys(n for c in configs for n in c) if len({str(c.get(n)) for c in configs}) > 1]
+    return [", ".join(f"{n}={c[n]}" for n in differing if n in c) or "the configuration" for c in configs]
 
 
 def ending(desk: SweepDesk, stopped: BaseException | None, untried: int) -> tuple[Ended, str]:

@@ -38,4 +38,6 @@ class Ending:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Ending:
-        return Ending(data["result"], Fault(**data["fault"]) if data["fault"] else None)
+        fault = data["fault"]
+        known = {**fault, "consequences": tuple(fault["consequences"])} if fault else {}
+        return Ending(data["result"], Fault(**known) if fault else None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainers.adapter import bare
+from trainers.regions import RECOMPUTE, region
 
 _aten = torch.ops.aten
 ATTENTION = {
@@ -33,15 +36,26 @@ def apply(model: nn.Module, mode: str, **more: Any) -> None:
     """
     if mode == "none":
         return
-    options = {**OPTIONS, **more}
-    if mode == "selective":
-        options["context_fn"] = selective_contexts
+    options = {**OPTIONS, "context_fn": partial(contexts, mode), **more}
     base: Any = bare(model)
     base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
 
 
+def contexts(mode: str) -> tuple[Any, Any]:
+    """Return the contexts of a block's forward pass and of its recomputation, which is a region of its own."""
+    first, again = selective_contexts() if mode == "selective" else (nullcontext(), nullcontext())
+    return first, recomputing(again)
+
+
+@contextmanager
+def recomputing(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter another context in the region of recomputation."""
+    with region(RECOMPUTE), inner:
+        yield
+
+
 def selective_contexts() -> tuple[Any, Any]:
-    """Return the contexts of a block's forward pass and of its recomputation.
+    """Return the contexts of `selective`.
 
     Attention and every second matrix product are kept: what is dear to compute and, for the products, half of what
     is dear to keep (the policy that torchtitan calls selective op).

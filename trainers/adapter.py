@@ -8,12 +8,17 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.config import LearningConfig
+from trainers.errors import did_you_mean
+from trainers.shape import LINEAR_LAYERS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from trainers.strategies import Setting
+
+
+ADAPTABLE = (*LINEAR_LAYERS, "lm_head", "embed_tokens")  # layers of a known architecture that LoRA can be put on
 
 
 def apply_adapter(model: nn.Module, learning: LearningConfig) -> nn.Module:
@@ -56,14 +61,27 @@ def lora_config(learning: LearningConfig) -> Any:
 
 def illegal(setting: Setting) -> list[str]:
     """Return why this setting's adapter is illegal: one rule a line, empty when it is legal."""
+    rules = _target_rules(setting)
     if setting.learning.adapter != "qlora":
-        return []
-    rules = []
+        return rules
     if importlib.util.find_spec("bitsandbytes") is None:
         rules.append("adapter=qlora needs the package bitsandbytes: pip install 'finetune-sweeper[quantize]'")
     if setting.plan.tp > 1:
         rules.append(f"tp={setting.plan.tp} with adapter=qlora: quantized weights cannot be sliced; use full or lora")
     return rules
+
+
+def _target_rules(setting: Setting) -> list[str]:
+    learning = setting.learning
+    if learning.adapter == "full" or setting.shape is None or learning.lora_targets == "all-linear":
+        return []
+    named = [t.strip() for t in learning.lora_targets.split(",")]
+    unknown = [t for t in named if t.rsplit(".", 1)[-1] not in ADAPTABLE]  # as peft: a name, or the end of a path
+    return [
+        f"lora_targets={learning.lora_targets}: {t!r} is no layer of this model; it has {', '.join(ADAPTABLE)}"
+        f"{did_you_mean(t, ADAPTABLE)}"
+        for t in unknown
+    ]
 
 
 def is_adapter(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 
@@ -89,6 +89,28 @@ def plan_updates(
         chosen.append(window)
         tokens += sum(samples.lengths[i] for i in window.sample_ids)
     raise AssertionError("windows() does not end")
+
+
+def by_length(window: Window, samples: Samples) -> Window:
+    """Return a window whose longest samples come first, equal ones as drawn.
+
+    Split in this order, rows of a micro batch have similar lengths, and so have the micro batches that ranks compute at
+    the same time. The gradient of a window is a sum, so that the order changes nothing but padding.
+    """
+    return replace(window, sample_ids=tuple(sorted(window.sample_ids, key=lambda i: -samples.lengths[i])))
+
+
+def stratified(samples: Samples, global_batch_size: int, count: int, seed: int) -> list[Window]:
+    """Return `count` windows that stand for all samples: one of each of as many equal shares of the sorted lengths.
+
+    The middle one of each share, shuffled; data with fewer samples is repeated. Every candidate of a sweep with the
+    same data and batch gets the same windows.
+    """
+    order = sorted(range(len(samples)), key=lambda i: (samples.lengths[i], i))
+    drawn = count * global_batch_size
+    chosen = [order[int((share + 0.5) * len(order) / drawn)] for share in range(drawn)]
+    random.Random(f"{seed}/stratified").shuffle(chosen)
+    return [Window(n, 0, tuple(chosen[n * global_batch_size : (n + 1) * global_batch_size])) for n in range(count)]
 
 
 def split(window: Window, dp: int, micro_batch_size: int) -> list[list[tuple[int, ...]]]:

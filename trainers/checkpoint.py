@@ -10,12 +10,15 @@ import random
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
+from trainers.diagnose import OUT_OF_MEMORY, classify
 from trainers.engine import Engine
 from trainers.errors import UserError
 from trainers.ranks import World
@@ -23,11 +26,14 @@ from trainers.result import History
 
 _STATE = "state.json"
 
+Identity = Mapping[str, Any]
+"""What decides the course of learning, by dotted key: only a run of the same goes on from a save."""
 
-def save(folder: Path, engine: Engine, history: History, identity: str, world: World) -> int:
+
+def save(folder: Path, engine: Engine, history: History, identity: Identity, world: World) -> int:
     """Write a save of the state after the updates of `history`; return its bytes. Every rank must call it.
 
-    `identity` names the run's learning configuration and data: a resume under another one is refused.
+    A resume under another `identity` is refused.
     """
     update = len(history.updates)
     target, partial = folder / f"update-{update:06d}", folder / f".partial-{update:06d}"
@@ -40,7 +46,7 @@ def save(folder: Path, engine: Engine, history: History, identity: str, world: W
     if world.rank == 0:
         state = {
             "update": update,
-            "identity": identity,
+            "identity": dict(identity),
             "format": engine.format,
             "num_workers": world.size,
             "history": history.to_json(),
@@ -81,25 +87,55 @@ def latest(folder: Path, world: World) -> Path | None:
     return found
 
 
-def resume(path: Path, engine: Engine, identity: str, world: World) -> History:
+def check(path: Path, identity: Identity, form: str) -> None:
+    """Raise UserError where a run of this identity, whose engine saves as `form`, cannot go on from a save."""
+    state = _state(path)
+    before, now = state["identity"], json.loads(json.dumps(dict(identity)))
+    faults = []
+    if different := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
+        shown = ", ".join(f"{key}: {before.get(key)} → {now.get(key)}" for key in different)
+        faults.append(
+            f"{path} was saved by a run of another learning configuration ({shown}); give another output_dir, or the "
+            "configuration that it was saved with"
+        )
+    if state["format"] != form:
+        faults.append(
+            f"{path} was saved by {state['format']}, which this configuration ({form}) cannot load; go on with what "
+            "saved it, or give another output_dir"
+        )
+    if faults:
+        raise UserError(faults)
+
+
+def resume(path: Path, engine: Engine, identity: Identity, world: World) -> History:
     """Load a save into a freshly built engine; return what the run had done by then."""
-    state = json.loads((path / _STATE).read_text())
-    if state["identity"] != identity:
+    check(path, identity, engine.format)
+    state = _state(path)
+    try:
+        engine.load(path, state["update"])
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        if classify(error) in OUT_OF_MEMORY:
+            raise
+        first = (str(error).strip().splitlines() or ["no message"])[-1]
         raise UserError(
-            f"{path} was saved by a run with another model, data or learning configuration; give another "
-            "output_dir, or the configuration that it was saved with"
-        )
-    saved = state.get("format", "torch")
-    if saved != engine.format:
-        raise UserError(
-            f"{path} was saved as {saved}, which this configuration ({engine.format}) cannot load; go on "
-            "with the strategy and number of ranks that saved it, or give another output_dir"
-        )
-    engine.load(path, state["update"])
+            f"{path} cannot be read ({type(error).__name__}: {first:.200}): it is damaged; remove it to go on from the "
+            "save before it, or give another output_dir"
+        ) from error
     mine = path / f"random-{world.rank}.pt"
     if mine.is_file():  # a larger world than the one that saved has ranks without a state: they keep the seed's
         _restore_random_state(torch.load(mine, weights_only=False), world.device)
     return History.from_json(state["history"])
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE).read_text())
+        return {**state, "identity": dict(state["identity"]), "format": str(state["format"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path / _STATE} cannot be read ({type(error).__name__}): it is damaged, or of an earlier version; remove "
+            "the save, or give another output_dir"
+        ) from None
 
 
 def _look(folder: Path) -> tuple[Path | None, Path]:

@@ -96,6 +96,10 @@ class SystemConfig:
         "none",
         "what the backward pass recomputes: nothing; all but attention and every second matrix product; whole blocks",
     )
+    arrangement: Literal["length", "drawn"] = option(
+        "length",
+        "which samples of an update share a micro batch: those of similar length, for less padding; or as drawn",
+    )
     offload_activations: bool = option(False, "keep what is saved for the backward pass in host memory")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = option("sdpa", "attention kernel")
     tp: int = option(1, "tensor-parallel degree: ranks that share each layer", at_least=1)
@@ -123,6 +127,23 @@ class RunConfig:
         "none",
         "prove that the ranks learn what one process would. steps: one step of a miniature of the model, and the first "
         "updates noted; reference: also what one process does in them, to compare with",
+    )
+    measure_seconds: float = option(
+        0.0,
+        "before training, time two windows that stand for the data's lengths, again and again, until the step time is "
+        "known to within `precision`, at most for so long; then profile them. 0: off",
+        at_least=0,
+    )
+    precision: float = option(0.03, "relative half-width of the step time's 95 % confidence interval", above=0)
+    trace: Literal["none", "memory", "time"] = option(
+        "none", "keep a trace as trace-<rank>.json.gz, or on CUDA the allocator's snapshot: of memory, or of time"
+    )
+    trace_dir: str | None = option(None, "where traces go; null: to output_dir")
+    memory_limit_gib: float | None = option(
+        None,
+        "let the job run out of memory here, as on a device that has no more; on a CPU, where all but the rehearsal on "
+        "the largest batch, loading and saving go untraced, in these only",
+        above=0,
     )
     max_updates: int | None = option(None, "stop after this many updates, though the schedule is longer", at_least=1)
 
@@ -163,6 +184,8 @@ def load(path: Path) -> TrialConfig:
     tree = yaml_text.read(path)
     if not tree:
         raise UserError(f"{path} is empty; a config needs at least one key, such as model: embedded")
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path}: expected keys and values such as model: embedded, got {tree!r:.100}")
     return from_tree(TrialConfig, tree)
 
 
@@ -201,7 +224,8 @@ def _build(cls: type[Any], tree: Any, path: str, faults: list[str]) -> Any:
         elif "options" in fields:
             extra[key] = raw
         else:
-            faults.append(f"unknown key {where}{did_you_mean(str(key), fields)}")
+            near = did_you_mean(str(key), fields)
+            faults.append(f"unknown key {where}{near or '; there are: ' + ', '.join(fields)}")
     if "options" in fields:
         values["options"] = _owned_options(values, extra, path, set(fields) - {"options"}, faults)
     return None if faults else cls(**values)
@@ -226,14 +250,26 @@ def _owned_options(
         where = f"{path}.{key}" if path else key
         if key not in declared:
             owners = ", ".join([f"strategy {name}", *(f"{d}={values[d]}" for d in used)])
-            faults.append(f"unknown key {where} for {owners}{did_you_mean(key, known | set(declared))}")
+            faults.append(
+                f"unknown key {where} for {owners}{_owner_of(key) or did_you_mean(key, known | set(declared))}"
+            )
         elif raw is not None:  # a key with no value is unset
             value = _convert(declared[key].type, raw, where, faults, None)
             allowed = declared[key].choices
             if value is not None and allowed and value not in allowed:
-                faults.append(f"{where}={raw!r}: allowed: {', '.join(map(str, allowed))}")
+                near = did_you_mean(str(raw), [str(a) for a in allowed])
+                faults.append(f"{where}={raw!r}: allowed: {', '.join(map(str, allowed))}{near}")
             chosen[key] = value
     return chosen
+
+
+def _owner_of(key: str) -> str:
+    """Say which strategies or degrees an option belongs to; empty for one of none."""
+    from trainers.strategies import DIMENSIONS, STRATEGIES
+
+    owners = [f"strategy={name}" for name in STRATEGIES if key in {o.name for o in STRATEGIES[name].options}]
+    owners += [f"{name} above 1" for name in DIMENSIONS if key in {o.name for o in DIMENSIONS[name].options}]
+    return f": it belongs to {' or '.join(owners)}" if owners else ""
 
 
 def _convert(hint: Any, raw: Any, where: str, faults: list[str], f: dataclasses.Field[Any] | None) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import nn
 from trainers import activation_checkpointing
 from trainers.engine import Batch, Engine, Step, loss_of, prepared
 from trainers.memory import MemoryMeter
-from trainers.quantization import scales
 from trainers.ranks import ensure_group
+from trainers.result import Account
 from trainers.strategies import Setting
 
 BUCKET = 500_000_000  # DeepSpeed's own size of a bucket, in numbers
@@ -48,9 +48,9 @@ class DeepSpeedEngine(Engine):
         )
         return engine
 
-    @property
-    def format(self) -> str:
-        return f"DeepSpeed ZeRO-{self._setting.options['zero_stage']} on {self._layout.world.size} ranks"
+    @classmethod
+    def saved_as(cls, setting: Setting, world_size: int) -> str:
+        return f"DeepSpeed ZeRO-{setting.options['zero_stage']} on {world_size} ranks"
 
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
         self._engine.train()
@@ -58,6 +58,7 @@ class DeepSpeedEngine(Engine):
         scale = self._setting.plan.dp / max(window_targets, 1)
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for i, batch in enumerate(micro_batches):
+            meter.micro_step = i
             self._engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
                 loss = loss_of(self._engine, prepared(batch))
@@ -65,10 +66,11 @@ class DeepSpeedEngine(Engine):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             total += loss.detach()
         rate = self._set_rate()
-        with meter.phase("optimizer"):
+        with meter.phase(self._update_phase):
             self._engine.step()
             self._engine.zero_grad()
         self._updates += 1
+        self._has_state = True
         norm = self._engine.get_global_grad_norm()
         return Step(self._layout.sum([float(total)])[0], math.nan if norm is None else float(norm), rate)
 
@@ -86,12 +88,14 @@ class DeepSpeedEngine(Engine):
             total += loss_of(self._engine, prepared(batch)).double()
         return self._layout.sum([float(total)])[0]
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for p in (*self.module.parameters(), *self.module.buffers(), *scales(self.module)):
-            yield getattr(p, "ds_tensor", p).data
+    def owned(self) -> Iterator[tuple[Account, torch.Tensor]]:
+        for p in self._weights:
+            yield "weights", getattr(p, "ds_tensor", p).data
+            if hasattr(p, "ds_tensor"):
+                yield "temporary", p.data  # gathered, or empty
             if p.grad is not None:
-                yield p.grad
-        yield from _tensors_of(self._engine.optimizer)
+                yield "gradients", p.grad
+        yield from _owned_by(self._engine.optimizer)
 
     def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -115,7 +119,7 @@ class DeepSpeedEngine(Engine):
             with _gathered(named[name], self._setting, written=True), torch.no_grad():
                 named[name].copy_(value)
         self._engine.destroy()
-        self._updates = 0
+        self._updates, self._has_state = 0, False
         self._engine = self._initialize()
 
     def save(self, folder: Path) -> None:
@@ -123,7 +127,7 @@ class DeepSpeedEngine(Engine):
 
     def load(self, folder: Path, updates: int) -> None:
         self._engine.load_checkpoint(str(folder), tag="deepspeed", load_module_strict=False)
-        self._updates = updates
+        self._updates, self._has_state = updates, updates > 0
 
     def close(self) -> None:
         self._engine.destroy()
@@ -182,18 +186,22 @@ def _gathered(parameter: nn.Parameter, setting: Setting, written: bool = False) 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
 
 
-def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a DeepSpeed optimizer keeps: its flat copies of the weights, gradients, and the state."""
-    names = (
-        "bit16_groups_flat",
-        "single_partition_of_fp32_groups",
-        "fp32_partitioned_groups_flat",
-        "averaged_gradients",
-    )
-    for name in names:
+# What a DeepSpeed optimizer keeps beside the state of the one that it wraps: attribute to account.
+_HELD: Mapping[str, Account] = {
+    "bit16_groups_flat": "weights",
+    "single_partition_of_fp32_groups": "optimizer_state",  # the master copies
+    "fp32_partitioned_groups_flat": "optimizer_state",
+    "averaged_gradients": "gradients",
+}
+
+
+def _owned_by(optimizer: Any) -> Iterator[tuple[Account, torch.Tensor]]:
+    """Yield the tensors that a DeepSpeed optimizer keeps, with their accounts."""
+    for name, account in _HELD.items():
         held = getattr(optimizer, name, None) or []
         for tensors in held.values() if isinstance(held, dict) else held:
-            yield from (t for t in (tensors if isinstance(tensors, (list, tuple)) else [tensors]) if t is not None)
+            some = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+            yield from ((account, t) for t in some if t is not None)
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
-        yield from (v for v in state.values() if isinstance(v, torch.Tensor))
+        yield from (("optimizer_state", v) for v in state.values() if isinstance(v, torch.Tensor))

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from trainers import oom
 from trainers.errors import UserError
 
 FaultKind = Literal["device_oom", "host_oom", "library_oom", "killed_unproved", "illegal_config", "crash", "timeout"]
 
 OUT_OF_MEMORY: frozenset[str] = frozenset({"device_oom", "host_oom", "library_oom"})
 
-# Text of an exception to its kind; the first match wins. Order matters: specific before general.
-_PATTERNS: tuple[tuple[str, FaultKind], ...] = (
-    ("CUDA out of memory", "device_oom"),
-    ("HIP out of memory", "device_oom"),
-    ("CUDA error: out of memory", "device_oom"),
-    ("CUBLAS_STATUS_ALLOC_FAILED", "library_oom"),
-    ("CUDNN_STATUS_ALLOC_FAILED", "library_oom"),
-    ("Failed to CUDA calloc", "library_oom"),
-    ("Cuda failure 'out of memory'", "library_oom"),
-    ("DefaultCPUAllocator: can't allocate memory", "host_oom"),
-    ("DefaultCPUAllocator: not enough memory", "host_oom"),
-    ("node running low on memory", "host_oom"),
-    ("due to memory pressure (OOM)", "host_oom"),
-    ("Timed out waiting", "timeout"),
-)
+# A process that was killed says no more: what killed it is for its parent to prove.
+_KILLED = re.compile(r"SIGKILL|exit ?code *[:=]? *-9\b|killed by signal: Killed|killed by signal 9")
+_TIMED_OUT = "Timed out waiting"
 
 # A peer that died shows up in every other rank's collective: a consequence, not the cause.
 _CONSEQUENCES = (
@@ -43,13 +34,30 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a job ended: kind, the phase and rank where it failed first, one sentence, and the traceback."""
+    """Why a job ended: kind, the phase and rank where it failed first, one sentence, and the traceback.
+
+    Where memory ran out also what is known of it, for `lines`.
+    """
 
     kind: FaultKind
     phase: str
     rank: int
     message: str
     traceback: str = ""
+    at: float = 0.0  # seconds since the epoch, by the clock of the rank's machine
+    requested: int | None = None  # bytes of the allocation that failed
+    account: str = ""  # that was growing
+    row: str = ""  # the longest one of the batch: file:line, tokens
+    hint: str = ""
+    consequences: tuple[str, ...] = ()  # what other ranks said afterwards
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person should know beside the message, a phrase each."""
+        asked = f"{self.requested / 2**20:,.1f} MiB were asked for" if self.requested else ""
+        growing = f"what was growing: {self.account.replace('_', ' ')}" if self.account else ""
+        row = f"the longest row of the batch: {self.row}" if self.row else ""
+        return [text for text in (asked, growing, row, self.hint, *self.consequences) if text]
 
     @property
     def status(self) -> Literal["OOM", "INFEASIBLE", "FAILED"]:
@@ -81,10 +89,60 @@ def _own_kind(error: BaseException) -> FaultKind:
     if isinstance(error, MemoryError):
         return "host_oom"
     text = f"{type(error).__name__}: {error}"
-    for pattern, kind in _PATTERNS:
-        if pattern in text:
-            return kind
-    return "device_oom" if type(error).__name__ == "OutOfMemoryError" else "crash"
+    if (memory := oom.read(text)) is not None:
+        return memory.kind
+    if _KILLED.search(text):
+        return "killed_unproved"
+    if _TIMED_OUT in text:
+        return "timeout"
+    return "crash"
+
+
+# What a phase adds to memory first of all. After the first step of the optimizer nothing stays that was not there.
+_GROWING: Mapping[str, str] = {
+    "load": "weights",
+    "forward": "activations",
+    "backward": "activations",
+    "first_optimizer_step": "optimizer_state",
+    "optimizer": "temporary",
+    "eval": "temporary",
+    "save": "temporary",
+}
+
+
+@dataclass(frozen=True)
+class Running:
+    """The micro batch that was running: its longest row, and the number of its logits; empty and 0 where unknown."""
+
+    row: str = ""
+    logits: int = 0
+
+
+def fault_of(error: BaseException, phase: str, rank: int, running: Running, trace: str) -> Fault:
+    """Return the fault that an exception is; `trace`: its traceback."""
+    first = str(error).strip().splitlines()[:1]
+    message = f"{type(error).__name__}: {first[0] if first else 'no message'}"
+    kind = classify(error)
+    if kind not in OUT_OF_MEMORY:
+        return Fault(kind, phase, rank, message, trace, time.time())
+    memory = oom.read(f"{type(error).__name__}: {error}")
+    requested = memory.requested if memory is not None else None
+    # A request of their exact size, in half precision, float32 or float64, tells them better than a traceback can.
+    of_logits = "in loss_sum" in trace or (requested or 0) in {running.logits * size for size in (2, 4, 8)} - {0}
+    account = "temporary (logits and loss)" if of_logits else _GROWING.get(phase, "")
+    in_batch = phase in ("forward", "backward")
+    return Fault(
+        kind,
+        phase,
+        rank,
+        message,
+        trace,
+        time.time(),
+        requested,
+        account,
+        running.row if in_batch else "",
+        memory.hint if memory is not None else "",
+    )
 
 
 def is_consequence(message: str) -> bool:
@@ -93,10 +151,17 @@ def is_consequence(message: str) -> bool:
 
 
 def root_cause(faults: Mapping[int, Fault]) -> Fault:
-    """Return the fault of the rank that failed first: out of memory before others, consequences last."""
+    """Return the fault of the rank that failed first, with what the others said as its consequences.
+
+    Out of memory goes before others, what only says that a peer is gone goes last; among equals the earliest.
+    """
     assert faults, "a failed job has at least one fault"
 
-    def order(fault: Fault) -> tuple[bool, bool, bool, int]:
-        return (is_consequence(fault.message), fault.kind not in OUT_OF_MEMORY, fault.kind == "timeout", fault.rank)
+    def order(fault: Fault) -> tuple[bool, bool, bool, float, int]:
+        lost = is_consequence(fault.message)
+        return lost, fault.kind not in OUT_OF_MEMORY, fault.kind == "timeout", fault.at, fault.rank
 
-    return min(faults.values(), key=order)
+    cause = min(faults.values(), key=order)
+    others = sorted((f for f in faults.values() if f is not cause), key=lambda f: f.rank)
+    said = tuple(f"then rank {f.rank} in {f.phase}: {f.message[:120]}" for f in others)
+    return replace(cause, consequences=cause.consequences + said)

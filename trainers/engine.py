@@ -27,6 +27,8 @@ from trainers.gradients import clip, global_norm, local
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
 from trainers.quantization import scales
+from trainers.regions import LOSS, region
+from trainers.result import Account
 from trainers.strategies import STRATEGIES, Setting, dimensions
 
 Batch = dict[str, torch.Tensor]
@@ -61,17 +63,30 @@ class Engine(ABC):
         self.module = built.model
         self._setting, self._layout, self._total_updates = setting, layout, total_updates
         self._optimizer_class = optimizer
+        # As they are now: while FSDP2 has gathered weights, the module shows those.
+        self._weights = [*self.module.parameters(), *self.module.buffers(), *scales(self.module)]
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._has_state = False  # the optimizer's: its first step makes it
         self._start(built.parts)
 
     @abstractmethod
     def _start(self, parts: tuple[nn.Module, ...]) -> None:
         """Make what this engine needs beside the model, whose `parts` are what runs; called once."""
 
-    @property
+    @classmethod
     @abstractmethod
+    def saved_as(cls, setting: Setting, world_size: int) -> str:
+        """Return what a save is, for a person: it loads where this is the same."""
+
+    @property
     def format(self) -> str:
-        """What a save is, for a person: it loads where this is the same."""
+        """What this engine's saves are."""
+        return self.saved_as(self._setting, self._layout.world.size)
+
+    @property
+    def _update_phase(self) -> str:
+        """The name of the phase of the optimizer's next step."""
+        return "optimizer" if self._has_state else "first_optimizer_step"
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the optimizer's arguments: AdamW's, or the learning rate alone."""
@@ -100,8 +115,8 @@ class Engine(ABC):
         """Return the sum of the losses of all ranks' targets."""
 
     @abstractmethod
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor of this rank that lives between steps: weights, gradients, optimizer state."""
+    def owned(self) -> Iterator[tuple[Account, torch.Tensor]]:
+        """Yield every tensor of this rank that lives between steps, with its account."""
 
     @abstractmethod
     def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,15 +158,17 @@ class NativeEngine(Engine):
         self._runner = make_runner(Built(self.module, parts), setting, self._layout)
         self.reset_optimizer()
 
-    @property
-    def format(self) -> str:
-        return "torch"  # sharded tensors under the checkpoint's names: it loads under any strategy and number of ranks
+    @classmethod
+    def saved_as(cls, setting: Setting, world_size: int) -> str:
+        # Sharded tensors under the checkpoint's names: they load under any strategy of this engine and number of ranks.
+        return "ddp or fsdp2"
 
     def reset_optimizer(self) -> None:
         """Start optimizer and schedule anew."""
         strategy = STRATEGIES[self._setting.system.strategy]
         groups = [{"params": group} for group in by_mesh(self._trained)]
         self.optimizer = strategy.optimizer(groups, self._layout, self._optimizer_class, **self._optimizer_options())
+        self._has_state = False
         self._schedule_after(0)
 
     def _schedule_after(self, updates: int) -> None:
@@ -165,12 +182,13 @@ class NativeEngine(Engine):
         scale = self._divisor / max(window_targets, 1)
         total = self._runner.train(map(self._prepare, window), len(window), scale, meter)
         rate = float(self.scheduler.get_last_lr()[0])
-        with meter.phase("optimizer"):
+        with meter.phase(self._update_phase):
             norm = global_norm(self._trained, self._layout, self._runner.counted_elsewhere())
             clip(self._trained, norm, self._setting.learning.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
+        self._has_state = True
         return Step(self._layout.sum([float(total)])[0], norm, rate)
 
     @torch.no_grad()
@@ -189,13 +207,11 @@ class NativeEngine(Engine):
             ready = dimension.shard_batch(ready, self._setting, self._layout)
         return ready
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for p in (*self.module.parameters(), *self.module.buffers(), *scales(self.module)):
-            yield local(p.data)
-            if p.grad is not None:
-                yield local(p.grad)
+    def owned(self) -> Iterator[tuple[Account, torch.Tensor]]:
+        yield from (("weights", local(p.data)) for p in self._weights)
+        yield from (("gradients", local(p.grad)) for p in self._trained if p.grad is not None)
         for state in self._states():
-            yield from (local(v) for v in state.values() if isinstance(v, torch.Tensor))
+            yield from (("optimizer_state", local(v)) for v in state.values() if isinstance(v, torch.Tensor))
 
     def _states(self) -> Iterator[dict[str, Any]]:
         """Yield the optimizer's state of each parameter."""
@@ -242,6 +258,7 @@ class NativeEngine(Engine):
         set_state_dict(self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=SAVED)
         if updates == 0:
             self.reset_optimizer()  # saving gave an unused optimizer a state of one step
+        self._has_state = updates > 0
         self._schedule_after(updates)
 
 
@@ -276,7 +293,7 @@ class OneByOne(Runner):
         offload = self._setting.system.offload_activations
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for i, batch in enumerate(batches):
-            last = i == count - 1
+            meter.micro_step, last = i, i == count - 1
             with self._strategy.accumulating(self._model, last), loss_context(self._setting):
                 with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
                     loss = loss_of(self._model, batch)
@@ -342,9 +359,10 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
     `logits` [rows, tokens, vocabulary], `targets` int64 [rows, tokens], IGNORED where there is none.
     """
-    if logits.dtype.itemsize < 4:  # half precision; float64 stays as it is
-        logits = logits.float()
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    with region(LOSS):
+        if logits.dtype.itemsize < 4:  # half precision; float64 stays as it is
+            logits = logits.float()
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:

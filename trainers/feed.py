@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
 from trainers import batch as batching
 from trainers.batch import Counts, Window
 from trainers.data import TokenizedDataset, collate
+from trainers.diagnose import Running
 from trainers.engine import Batch
 from trainers.prepare import TrialData
+from trainers.regions import DATA, region
+from trainers.shape import ModelShape
 
 
 class Feed:
     """Turns windows into this rank's micro batches on its device."""
 
-    def __init__(self, data: TrialData, dp: int, dp_rank: int, micro_batch_size: int, device: torch.device) -> None:
-        self.data, self._dp, self._dp_rank, self._micro, self._device = data, dp, dp_rank, micro_batch_size, device
+    def __init__(
+        self,
+        data: TrialData,
+        dp: int,
+        dp_rank: int,
+        micro_batch_size: int,
+        device: torch.device,
+        arrangement: Literal["length", "drawn"] = "drawn",
+    ) -> None:
+        self.data, self.micro = data, micro_batch_size
+        self._dp, self._dp_rank, self._device, self._arrangement = dp, dp_rank, device, arrangement
         self._samples = data.train.samples()
+        self._given: list[tuple[int, ...]] = []  # the latest micro batches
         held = data.eval.samples()
         longest_first = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
         self._held = batching.split(Window(0, 0, tuple(longest_first)), dp, micro_batch_size)[dp_rank]
@@ -26,14 +40,35 @@ class Feed:
 
     def window(self, window: Window) -> tuple[list[Batch], Counts]:
         """Return this rank's micro batches, and the counts of the whole window over all ranks."""
-        mine = batching.split(window, self._dp, self._micro)[self._dp_rank]
-        counts = batching.count_window(window, self._samples, self._dp, self._micro)
-        return [self.batch(self.data.train, ids) for ids in mine], counts
+        with region(DATA):
+            mine = batching.split(window, self._dp, self.micro)[self._dp_rank]
+            counts = batching.count_window(window, self._samples, self._dp, self.micro)
+            self._given = mine
+            return [self.batch(self.data.train, ids) for ids in mine], counts
+
+    def arranged(self, window: Window) -> Window:
+        """Return a window in the order in which it is split."""
+        return batching.by_length(window, self._samples) if self._arrangement == "length" else window
 
     def worst(self, updates: Sequence[Window]) -> tuple[Batch, int]:
         """Return the micro batch of `updates` with the most slots, and its targets over all dp ranks."""
-        ids = batching.worst_micro_batch(updates, self._samples, self._dp, self._micro)
+        ids = batching.worst_micro_batch(updates, self._samples, self._dp, self.micro)
+        self._given = [ids]
         return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
+
+    def running(self, shape: ModelShape | None) -> Callable[[int], Running]:
+        """Return what tells of the n-th micro batch of those given last."""
+
+        def of(micro_step: int) -> Running:
+            ids = self._given[min(micro_step, len(self._given) - 1)] if self._given else ()
+            if not ids:
+                return Running()
+            longest = max(ids, key=lambda i: self._samples.lengths[i])
+            train, tokens = self.data.train, self._samples.lengths[longest]
+            logits = len(ids) * tokens * shape.vocab_size if shape is not None else 0
+            return Running(f"{train.source}:{train.lines[longest]}, {tokens:,} tokens", logits)
+
+        return of
 
     def evaluation(self) -> Iterator[Batch]:
         """Yield this rank's share of the evaluation data, longest rows first, as many batches as every other rank."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
 from trainers.config import TrialConfig
-from trainers.diagnose import Fault, WorkerFault, classify
+from trainers.diagnose import WorkerFault, fault_of
 from trainers.loop import Hooks, train
-from trainers.memory import MemoryMeter, return_memory
+from trainers.memory import MemoryMeter, limit_of, return_memory
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import TrialResult
@@ -18,14 +20,12 @@ MAX_TRACEBACK = 8_000  # characters, the end of it: outcomes are one line of a f
 def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | None = None) -> TrialResult:
     """Run this rank's part of a job. Raises WorkerFault with kind, phase and rank when anything fails."""
     return_memory()  # of the trial before, or of how the data came here: it would count as reserved
-    meter = MemoryMeter(world.device)
+    meter = MemoryMeter(world.device, limit_of(config, world))
     try:
         return train(config, data, world, meter, hooks)
-    except Exception as error:  # the process boundary: a worker ends in a value, whatever happened
-        first = str(error).strip().splitlines()[:1]
-        message = f"{type(error).__name__}: {first[0] if first else 'no message'}"
+    except (Exception, CheckpointException) as error:  # the process boundary: a worker ends in a value
         trace = traceback.format_exc()[-MAX_TRACEBACK:]
-        fault = Fault(classify(error), meter.current, world.rank, message, trace)
+        fault = fault_of(error, meter.current, world.rank, meter.batch(meter.micro_step), trace)
         traceback.clear_frames(error.__traceback__)  # their locals hold the model
         raise WorkerFault(fault) from error
     finally:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import shutil
 import tempfile
@@ -20,6 +18,7 @@ import torch
 from trainers import batch as batching
 from trainers import checkpoint
 from trainers.batch import Window
+from trainers.checkpoint import Identity
 from trainers.config import TrialConfig, to_tree
 from trainers.engine import Engine
 from trainers.environment import describe
@@ -31,9 +30,11 @@ from trainers.parity import Prover
 from trainers.prepare import TrialData
 from trainers.publish import publish
 from trainers.ranks import World
-from trainers.result import Evaluation, History, Proof, Save, StopReason, TrialResult, Update
+from trainers.result import Evaluation, History, Proof, Save, Speed, StopReason, TrialResult, Update
+from trainers.speed import Probe
 from trainers.strategies import STRATEGIES, Setting
 from trainers.timing import Stopwatch
+from trainers.traces import Traces
 
 DIVERGED = 1.5  # an evaluation above this multiple of the first one ends the run
 
@@ -68,10 +69,14 @@ def train(
         samples, learning.global_batch_size, learning.seed, max_tokens=config.run.max_tokens, epochs=config.run.epochs
     )
     prints = batching.fingerprints(updates, samples)
-    feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device)
+    feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device, system.arrangement)
+    updates = [feed.arranged(window) for window in updates]
+    meter.batch = feed.running(setting.shape)
     folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
     found = checkpoint.latest(folder, world) if folder is not None else None
     identity = learning_identity(config, data)
+    if found is not None:
+        checkpoint.check(found, identity, strategy.engine(setting).saved_as(setting, world.size))
 
     # 2. What one process would do, while no rank holds a model yet.
     prover = Prover(config.run.proof if found is None else "none", setting, layout)
@@ -79,16 +84,25 @@ def train(
         prover.alone(config, data, updates)
 
     # 3. Model, adapter, strategy, optimizer, in the order that trainers.build shows.
-    with timed(seconds, "model"), meter.phase("load"):
+    built: list[Engine] = []
+    with timed(seconds, "model"), meter.tracing(lambda: built[0].owned() if built else ()), meter.phase("load"):
         engine = strategy.make_engine(config.model, config.model_revision, setting, layout, len(updates))
+        built.append(engine)
     # Ranks that hold other tokens draw other dropout masks; those that share them (tp) the same.
     torch.manual_seed(learning.seed + layout.dp_rank * plan.cp + layout.at["cp"])
 
-    # 4. Rehearse the worst batch and forget it again; then go on from the last save, or evaluate what is there.
-    with timed(seconds, "rehearsal"):
+    # 4. Rehearse the worst batch, time windows that stand for the data, and forget both again; then go on from the last
+    #    save, or evaluate what is there.
+    traces = Traces(config, world)
+    with timed(seconds, "rehearsal"), traces.memory(meter):
         rehearse(engine, feed, updates, accumulation, meter, world)
+    speed: Speed | None = None
+    if config.run.measure_seconds and found is None:
+        speed = Probe(engine, feed, config, setting, meter, world).run(traces.time)
     if found is not None:
         history = checkpoint.resume(found, engine, identity, world)
+        if world.rank == 0:
+            hooks.progress({"phase": "resume", "from": str(found), "update": len(history.updates)})
     else:
         if world.rank == 0:
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
@@ -142,7 +156,8 @@ def train(
     if stop != "nan" and folder is not None and history.updates:
         publish(folder.parent, engine, config, layout, again=len(history.updates) > resumed_at)
     engine.close()
-    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world, prover.result(history))
+    proof = prover.result(history)
+    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world, proof, speed)
 
 
 @contextmanager
@@ -167,7 +182,7 @@ def rehearse(
     batch, targets = feed.worst(updates)
     steps = min(2, accumulation)
     devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), meter.tracing(engine.tensors()):
+    with torch.random.fork_rng(devices), meter.tracing(engine.owned):
         for _ in range(2):
             engine.step([batch] * steps, targets * steps, meter)
         with meter.phase("eval"):
@@ -205,7 +220,7 @@ def verdict(history: History, config: TrialConfig) -> StopReason | None:
 
 
 def final_save(
-    folder: Path | None, engine: Engine, history: History, identity: str, world: World, meter: MemoryMeter
+    folder: Path | None, engine: Engine, history: History, identity: Identity, world: World, meter: MemoryMeter
 ) -> Save:
     """Save once; into a folder that is removed again where no output folder was asked for."""
     if folder is not None:
@@ -214,10 +229,12 @@ def final_save(
         return timed_save(temporary, engine, history, identity, world, meter)
 
 
-def timed_save(folder: Path, engine: Engine, history: History, identity: str, world: World, meter: MemoryMeter) -> Save:
+def timed_save(
+    folder: Path, engine: Engine, history: History, identity: Identity, world: World, meter: MemoryMeter
+) -> Save:
     history = slowest(history, world)
     start = time.perf_counter()
-    with meter.tracing(engine.tensors()), meter.phase("save"):
+    with meter.tracing(engine.owned), meter.phase("save"):
         size = checkpoint.save(folder, engine, history, identity, world)
     seconds = world.max([time.perf_counter() - start])[0]
     save = Save(history.consumed_tokens, seconds, size)
@@ -236,17 +253,16 @@ def shared_temporary_folder(world: World) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def learning_identity(config: TrialConfig, data: TrialData) -> str:
-    """Return a short hash of what decides the course of learning: model, data, learning configuration."""
-    tree = {
+def learning_identity(config: TrialConfig, data: TrialData) -> dict[str, Any]:
+    """Return what decides the course of learning: model, data, learning configuration."""
+    return {
         "model": config.model,
-        "revision": config.model_revision,
-        "learning": to_tree(config.learning),
-        "train": data.train.fingerprint,
-        "max_tokens": config.run.max_tokens,
-        "epochs": config.run.epochs,
+        "model_revision": config.model_revision,
+        **{f"learning.{name}": value for name, value in to_tree(config.learning).items()},
+        "data (fingerprint of its tokens)": data.train.fingerprint,
+        "run.max_tokens": config.run.max_tokens,
+        "run.epochs": config.run.epochs,
     }
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def slowest(history: History, world: World) -> History:
@@ -265,6 +281,7 @@ def assemble(
     meter: MemoryMeter,
     world: World,
     proof: Proof | None,
+    speed: Speed | None,
 ) -> TrialResult:
     """Combine the ranks: times are the slowest rank's, memory the largest."""
     return TrialResult(
@@ -280,4 +297,5 @@ def assemble(
         effective_config=to_tree(config),
         environment=describe(world),
         proof=proof,
+        speed=speed,
     )

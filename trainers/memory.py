@@ -1,118 +1,128 @@
-"""Peak memory by phase: the allocator's own peaks on CUDA, traced allocations on CPU."""
+"""Peak memory by phase and account: traced allocations, and on CUDA what the allocator and the driver count."""
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from trainers.config import TrialConfig
+from trainers.diagnose import Running
+from trainers.memory_trace import Limit, MemoryTrace, Owned
 from trainers.ranks import World
-from trainers.result import PhaseMemory
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensor storages on the CPU while active, each storage once.
-
-    Exact for what goes through the dispatcher; it does not see what libraries allocate by themselves.
-    """
-
-    def __init__(self, existing: Iterator[torch.Tensor]) -> None:
-        super().__init__()
-        self._live: dict[int, weakref.ref[Any]] = {}
-        self.bytes = 0
-        self.peak = 0
-        for tensor in existing:
-            self._see(tensor)
-        self.peak = self.bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
-        self.peak = max(self.peak, self.bytes)
-        return result
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type != "cpu":
-            return
-        storage = local.untyped_storage()
-        key = storage._cdata
-        if key in self._live or not storage.nbytes():
-            return
-        size = storage.nbytes()
-
-        def freed(_: Any) -> None:
-            del self._live[key]
-            self.bytes -= size
-
-        self._live[key] = weakref.ref(storage, freed)
-        self.bytes += size
+from trainers.regions import region
+from trainers.result import GIB, Accounts, PhaseMemory, RankMemory
 
 
 class MemoryMeter:
     """Collects the peak of each phase of a job on this rank.
 
-    `with meter.phase("forward"):` takes the peak inside. On CPU a phase is traced only while `tracing` is on, since
-    tracing slows small operations; on CUDA the allocator counts at no cost.
+    `with meter.phase("forward"):` takes the peak inside. Accounts are known, and on CPU anything is, of phases that run
+    while `tracing` is on: tracing slows small operations. On CUDA the allocator counts at no cost, always.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.current = "load"  # the phase that is running, or ran last: where a failure happened
-        self._peaks: dict[str, tuple[int, int]] = {}
-        self._trace: LiveBytes | None = None
+    def __init__(self, device: torch.device, limit: Limit | None = None) -> None:
+        self.device, self._limit = device, limit
+        # Where a failure happened: the phase that is running, or ran last; in it the micro batch, and what that holds.
+        self.current = "load"
+        self.micro_step = 0
+        self.batch: Callable[[int], Running] = lambda _: Running()
+        self._peaks: dict[str, RankMemory] = {}
+        self._trace: MemoryTrace | None = None
+        self.keep: Callable[[MemoryTrace], None] = lambda _: None  # is given every trace that has ended
 
     @contextmanager
-    def tracing(self, existing: Iterator[torch.Tensor]) -> Iterator[None]:
-        """Trace CPU allocations inside; `existing` are the tensors that are alive already."""
-        if self.device.type == "cuda":
-            yield
-            return
-        with LiveBytes(existing) as self._trace:
+    def tracing(self, owned: Owned) -> Iterator[None]:
+        """Trace allocations inside; `owned` yields what lives between steps, when it is asked."""
+        with MemoryTrace(self.device, owned, self._limit) as trace:
+            self._trace = trace
             try:
                 yield
             finally:
                 self._trace = None
+        self.keep(trace)
+        for name, peak in trace.peaks().items():
+            total = peak.accounts.total
+            allocated = self._peaks[name].allocated if self.device.type == "cuda" else total
+            self._record(name, RankMemory(allocated, allocated, peak.accounts.filled(allocated), host=peak.host))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Take the peak of what runs inside. A phase that fails has none."""
         self.current = name
-        if self.device.type == "cuda":
+        on_gpu, retries = self.device.type == "cuda", 0
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self._trace is not None:
-            self._trace.peak = self._trace.bytes
-        yield
-        if self.device.type == "cuda":
-            self._record(
-                name, torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-            )
-        elif self._trace is not None:
-            self._record(name, self._trace.peak, self._trace.peak)
+            retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+        if self._trace is not None:
+            self._trace.start(name)
+        with region(name):
+            yield
+        if self._trace is not None:
+            self._trace.stop()
+        if on_gpu:
+            self._record(name, on_device(self.device, retries))
 
-    def _record(self, name: str, allocated: int, reserved: int) -> None:
-        before = self._peaks.get(name, (0, 0))
-        self._peaks[name] = (max(before[0], allocated), max(before[1], reserved))
+    def _record(self, name: str, found: RankMemory) -> None:
+        """Keep the larger of two runs of a phase."""
+        known = self._peaks.get(name)
+        if known is None:
+            self._peaks[name] = found
+            return
+        higher = max(found, known, key=lambda m: m.allocated)
+        # Of an untraced run no account is known but the sum; a traced one of the same phase tells what it is made of.
+        traced = max(found, known, key=lambda m: m.accounts.total - m.accounts.temporary)
+        self._peaks[name] = RankMemory(
+            higher.allocated,
+            max(found.reserved, known.reserved),
+            traced.accounts.filled(higher.allocated),
+            max(found.device_used, known.device_used),
+            found.retries + known.retries,
+            max(found.host, known.host),
+        )
 
     def peaks(self, world: World) -> dict[str, PhaseMemory]:
-        """Return each phase's peak over ranks, with the rank that had it. Every rank must call it."""
-        names = sorted(self._peaks)
-        result: dict[str, PhaseMemory] = {}
-        for name in names:
-            allocated, reserved = self._peaks[name]
-            top = world.max([allocated, reserved])
-            result[name] = PhaseMemory(int(top[0]), int(top[1]), world.argmax(allocated))
-        return result
+        """Return each phase's peaks by rank. Every rank must call it."""
+        by_rank = world.gather(self._peaks)
+        names = sorted({name for peaks in by_rank for name in peaks})
+        nothing = RankMemory(0, 0, Accounts())
+        return {name: PhaseMemory(tuple(peaks.get(name, nothing) for peaks in by_rank)) for name in names}
+
+
+def limit_of(config: TrialConfig, world: World) -> Limit | None:
+    """Return the limit on this rank's memory; on CUDA the allocator is told of it.
+
+    The environment variables MEMORY_LIMIT_RANK and MEMORY_LIMIT_PHASE narrow it down on a CPU, to see what a person
+    sees when one rank runs out of memory in one phase.
+    """
+    gib = config.run.memory_limit_gib
+    if gib is None or os.environ.get("MEMORY_LIMIT_RANK", str(world.rank)) != str(world.rank):
+        if world.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, world.device)  # of the job before
+        return None
+    if world.device.type == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), world.device)
+    return Limit(int(gib * GIB), os.environ.get("MEMORY_LIMIT_PHASE"))
+
+
+def on_device(device: torch.device, retries: int) -> RankMemory:
+    """Return what the allocator and the driver say of a CUDA device; `retries`: those before."""
+    allocated = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return RankMemory(
+        allocated,
+        torch.cuda.max_memory_reserved(device),
+        Accounts(temporary=allocated),
+        total - free,
+        torch.cuda.memory_stats(device)["num_alloc_retries"] - retries,
+    )
 
 
 def return_memory() -> None:
@@ -136,3 +146,26 @@ def host_peak_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has ended for lack of memory in this control group; 0 where none says."""
+    with suppress(OSError, ValueError):
+        for line in (_CGROUP / "memory.events").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def host_usage() -> str:
+    """Say how much host memory this control group has used at most, of how much; empty where none says."""
+    with suppress(OSError, ValueError):
+        peak = int((_CGROUP / "memory.peak").read_text())
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        of = f" of {int(limit) / GIB:.2f}" if limit != "max" else ""
+        return f"host memory peak {peak / GIB:.2f}{of} GiB"
+    return ""

@@ -34,11 +34,18 @@ class Plan:
         left, rest = divmod(num_workers, tp * pp * cp)
         factors = " × ".join(f"{name}={degree}" for name, degree in (("tp", tp), ("pp", pp), ("cp", cp)) if degree > 1)
         if rest:
-            raise ValueError(f"num_workers={num_workers} is not divisible by {factors}")
+            # Of one degree the values that divide are told; of several, what number of ranks they need.
+            degree = max(tp, pp, cp)
+            one = degree == tp * pp * cp
+            advice = _divisors(num_workers) if one else f"a multiple of {tp * pp * cp} ranks"
+            raise ValueError(f"num_workers={num_workers} is not divisible by {factors}; allowed: {advice}")
         copies = left if dp_replicate is None else dp_replicate
         if left % copies:
             given = f" / ({factors})" if factors else ""
-            raise ValueError(f"num_workers={num_workers}{given} = {left} is not divisible by dp_replicate={copies}")
+            raise ValueError(
+                f"num_workers={num_workers}{given} = {left} is not divisible by dp_replicate={copies}; "
+                f"allowed: {_divisors(left)}"
+            )
         return Plan(dp_replicate=copies, dp_shard=left // copies, tp=tp, pp=pp, cp=cp)
 
     def degrees(self) -> dict[str, int]:
@@ -81,11 +88,18 @@ class Plan:
         """
         per_micro_step = micro_batch_size * self.dp
         if global_batch_size % per_micro_step:
+            below = global_batch_size - global_batch_size % per_micro_step
+            near = " or ".join(str(n) for n in (below, below + per_micro_step) if n)
             raise ValueError(
                 f"global_batch_size={global_batch_size} is not divisible by micro_batch_size={micro_batch_size} × "
-                f"dp={self.dp} (dp_replicate={self.dp_replicate} × dp_shard={self.dp_shard}) = {per_micro_step}"
+                f"dp={self.dp} (dp_replicate={self.dp_replicate} × dp_shard={self.dp_shard}) = {per_micro_step}; "
+                f"nearest: {near}"
             )
         return global_batch_size // per_micro_step
 
     def _product(self) -> str:
         return " × ".join(f"{name}={degree}" for name, degree in self.degrees().items())
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -52,10 +52,13 @@ class World:
         value: T = made[0]
         return value
 
-    def argmax(self, value: float) -> int:
-        """Return the first rank with the largest value."""
-        gathered = self.sum([value if self.rank == r else 0.0 for r in range(self.size)])
-        return max(range(self.size), key=lambda r: gathered[r])
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank brings, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def barrier(self) -> None:
         if self.size > 1:

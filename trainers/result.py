@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,13 +77,70 @@ class History:
         )
 
 
+Account = Literal["weights", "gradients", "optimizer_state", "activations", "temporary"]
+
+
 @dataclass(frozen=True)
-class PhaseMemory:
-    """Peak of one phase, in bytes. `reserved` is the allocator's on CUDA; on CPU it equals `allocated`."""
+class Accounts:
+    """Bytes by what they are for, at one instant."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0  # master copies of the weights, too
+    activations: int = 0  # what a forward pass leaves for the backward pass
+    temporary: int = 0  # logits and loss, buffers of collectives, gathered weights, what optimizers and kernels need
+
+    @staticmethod
+    def names() -> tuple[Account, ...]:
+        return typing.get_args(Account)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer_state + self.activations + self.temporary
+
+    def filled(self, total: int) -> Accounts:
+        """Return these with as much more that is temporary as makes `total`: what no account was seen to hold."""
+        return dataclasses.replace(self, temporary=max(0, self.temporary + total - self.total))
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak of one phase on one rank, in bytes. On CPU what is allocated is traced, and `reserved` equals it."""
 
     allocated: int
-    reserved: int
-    worst_rank: int
+    reserved: int  # by the allocator: what it holds to give out again, too
+    accounts: Accounts  # of what is allocated, at the instant of its peak
+    device_used: int = 0  # CUDA: of the whole device, by whomever, when the phase ended
+    retries: int = 0  # CUDA: how often the allocator gave back what it held to go on
+    host: int = 0  # CUDA: of tensors in host memory
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Peaks of one phase, by rank."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst_rank(self) -> int:
+        """The rank with the most allocated: what is reserved is not given back between phases."""
+        return max(range(len(self.ranks)), key=lambda r: self.ranks[r].allocated)
+
+    @property
+    def worst(self) -> RankMemory:
+        return self.ranks[self.worst_rank]
+
+    @property
+    def allocated(self) -> int:
+        return self.worst.allocated
+
+    @property
+    def reserved(self) -> int:
+        return max(rank.reserved for rank in self.ranks)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PhaseMemory:
+        return PhaseMemory(tuple(RankMemory(**{**r, "accounts": Accounts(**r["accounts"])}) for r in data["ranks"]))
 
 
 @dataclass(frozen=True)
@@ -141,6 +200,44 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Windows that stand for the data's lengths, timed again and again and then profiled; over all ranks.
+
+    Counts and operations are of one round, which is all windows once.
+    """
+
+    rounds: tuple[tuple[float, ...], ...]  # seconds of each window, on the slowest rank
+    tokens: int
+    targets: int
+    slots: int
+    model_flops: float
+    hardware_flops: float
+    peak_flops: float | None  # FLOP/s of all devices together; None where it is not known
+    precision: float  # half-width of the 95 % confidence interval of a round's time, relative
+    parts: Mapping[str, float]  # of a profiled step, seconds, mean over ranks: see trainers.split
+    profiled_step_s: float
+    busy_s: tuple[float, ...]  # of a profiled step, by rank: without waiting for others
+    noisy_rounds: tuple[int, ...]
+    disturbances: tuple[str, ...]
+    timed_s: float  # what measuring took: warm-up and rounds, then the profiled ones
+    profiled_s: float
+
+    @property
+    def window_seconds(self) -> list[float]:
+        """Median seconds of each window."""
+        return [statistics.median(times) for times in zip(*self.rounds, strict=True)]
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Speed:
+        rows = _numbers(data)
+        rows["rounds"] = tuple(tuple(r) for r in data["rounds"])
+        rows["peak_flops"] = data["peak_flops"]
+        for name in ("busy_s", "noisy_rounds", "disturbances"):
+            rows[name] = tuple(data[name])
+        return Speed(**rows)
+
+
+@dataclass(frozen=True)
 class TrialResult:
     """Everything a job measured. Histories are in order; failures are exceptions, not results."""
 
@@ -156,6 +253,7 @@ class TrialResult:
     effective_config: Mapping[str, Any]  # as the worker read it
     environment: Mapping[str, str] = field(default_factory=dict)
     proof: Proof | None = None
+    speed: Speed | None = None  # None where it was not asked for: then training itself tells
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; what is not finite becomes null."""
@@ -167,9 +265,10 @@ class TrialResult:
         """Read what to_json wrote; a null number is NaN again."""
         rows = dict(data)
         rows |= {name: tuple(values) for name, values in vars(History.from_json(data)).items()}
-        rows["memory"] = {name: PhaseMemory(**m) for name, m in data["memory"].items()}
+        rows["memory"] = {name: PhaseMemory.from_json(m) for name, m in data["memory"].items()}
         rows["fingerprints"] = tuple(data["fingerprints"])
         rows["proof"] = Proof.from_json(data["proof"]) if data.get("proof") is not None else None
+        rows["speed"] = Speed.from_json(data["speed"]) if data.get("speed") is not None else None
         return TrialResult(**rows)
 
 

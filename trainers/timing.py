@@ -10,7 +10,7 @@ import torch
 
 from trainers.batch import Counts
 from trainers.ranks import World
-from trainers.result import GIB, TrialResult
+from trainers.result import GIB, Accounts, Speed, TrialResult
 
 # Updates at the start of training whose time is not used: the rehearsal has warmed kernels up, but not yet the input.
 WARM_UP = 1
@@ -44,13 +44,16 @@ def summarize(result: TrialResult) -> dict[str, float]:
     """Return the job's figures under the field's names, units as suffixes. Figures without a value are absent."""
     figures: dict[str, float] = {}
     timed = result.updates[WARM_UP:] or result.updates
-    if timed:
+    if result.speed is not None:
+        figures |= _speed_figures(result.speed, result.num_workers)
+    elif timed:
         seconds = sum(u.step_time_s for u in timed)
         figures["step_time_s"] = statistics.median(u.step_time_s for u in timed)
         figures["tokens_per_second"] = sum(u.tokens for u in timed) / seconds
         figures["target_tokens_per_second"] = sum(u.targets for u in timed) / seconds
         figures["tokens_per_second_per_device"] = figures["tokens_per_second"] / result.num_workers
         figures["padding_share"] = Counts(sum(u.slots for u in timed), sum(u.tokens for u in timed)).padding
+    if timed:
         figures["train_loss"] = result.updates[-1].loss
         figures["updates"] = len(result.updates)
         figures["consumed_tokens"] = result.updates[-1].consumed_tokens
@@ -58,6 +61,8 @@ def summarize(result: TrialResult) -> dict[str, float]:
         figures["peak_memory_allocated_gib"] = max(m.allocated for m in result.memory.values()) / GIB
         figures["peak_memory_reserved_gib"] = max(m.reserved for m in result.memory.values()) / GIB
         figures["peak_memory_gib"] = figures["peak_memory_reserved_gib"]
+        peak = max(result.memory.values(), key=lambda m: m.allocated).worst
+        figures |= {f"{name}_gib": getattr(peak.accounts, name) / GIB for name in Accounts.names()}
     figures["host_peak_memory_gib"] = result.host_peak_bytes / GIB
     if result.evaluations:
         figures["eval_loss"] = result.evaluations[-1].loss
@@ -69,10 +74,28 @@ def summarize(result: TrialResult) -> dict[str, float]:
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
+def _speed_figures(speed: Speed, num_workers: int) -> dict[str, float]:
+    seconds = speed.window_seconds
+    total = sum(seconds)
+    figures = {
+        "step_time_s": total / len(seconds),
+        "step_time_precision": speed.precision,
+        "tokens_per_second": speed.tokens / total,
+        "target_tokens_per_second": speed.targets / total,
+        "tokens_per_second_per_device": speed.tokens / total / num_workers,
+        "padding_share": Counts(speed.slots, speed.tokens).padding,
+        "straggler_spread": (max(speed.busy_s) - min(speed.busy_s)) / max(speed.busy_s),
+        "profiled_step_time_s": speed.profiled_step_s,
+    }
+    if speed.peak_flops and speed.model_flops:
+        figures["mfu"] = speed.model_flops / total / speed.peak_flops
+        figures["hfu"] = speed.hardware_flops / total / speed.peak_flops
+    return figures | {f"{part}_share": s / speed.profiled_step_s for part, s in speed.parts.items()}
+
+
 def peak_phase(result: TrialResult) -> tuple[str, int] | None:
     """Return the phase with the highest peak and the rank that had it."""
     if not result.memory:
         return None
-    # By what was allocated: reserved memory is not given back between phases, so later ones would tie with the peak.
     name = max(result.memory, key=lambda n: result.memory[n].allocated)
     return name, result.memory[name].worst_rank

@@ -11,14 +11,15 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from trainers.engine import SAVED, NativeEngine
+from trainers.strategies import Setting
 
 
 class TorchZeroEngine(NativeEngine):
     """The native engine over a ZeroRedundancyOptimizer, whose state each rank saves for itself."""
 
-    @property
-    def format(self) -> str:
-        return f"ZeroRedundancyOptimizer on {self._layout.world.size} ranks"
+    @classmethod
+    def saved_as(cls, setting: Setting, world_size: int) -> str:
+        return f"zero_engine=torch on {world_size} ranks"
 
     @property
     def _own(self) -> torch.optim.Optimizer:
@@ -41,4 +42,5 @@ class TorchZeroEngine(NativeEngine):
         set_model_state_dict(self.module, model, options=SAVED)
         own = torch.load(folder / f"optimizer-{self._layout.world.rank}.pt", weights_only=True)
         self._own.load_state_dict(own)
+        self._has_state = updates > 0
         self._schedule_after(updates)

@@ -32,6 +32,7 @@ ONE_WAY = {
     "searcher": "grid",
     "seed": "0",
     "proof": "none",
+    "measure_seconds": "0",
 }
 
 

@@ -253,7 +253,7 @@ def test_the_trial_is_given_what_was_sampled() -> None:
 def test_flash_attention_is_pruned_on_cpu() -> None:
     found = make_candidates({"system": {"attn_implementation": ["sdpa", "flash_attention_2"]}}, make_context("cpu"))
     assert [c.legal for c in found] == [True, False]
-    assert "attn_implementation=flash_attention_2 needs CUDA; this sweep runs on cpu" in found[1].reasons[0]
+    assert "attn_implementation=flash_attention_2 needs CUDA; this runs on cpu" in found[1].reasons[0]
 
 
 @pytest.mark.parametrize("installed", [True, False])

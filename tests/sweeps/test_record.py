@@ -29,7 +29,7 @@ from sweeps.pareto import Frontier, frontier
 from sweeps.record import LEFT_FRONTIER, Recorder, tracking_uri
 from sweeps.spec import SweepSpec
 from trainers.errors import UserError
-from trainers.result import Evaluation, PhaseMemory, Save, TrialResult, Update
+from trainers.result import Accounts, Evaluation, PhaseMemory, RankMemory, Save, TrialResult, Update
 
 SWEEP = "lora_small-20250101-1"
 T0 = 1_700_000_000.25
@@ -44,7 +44,7 @@ def measured(updates: int = 3) -> TrialResult:
         updates=tuple(Update(k, 100 * k, 100, 60, 120, 2.0 / k, 1.0, 1e-5, 0.5) for k in range(1, updates + 1)),
         evaluations=(Evaluation(0, 0, 3.0, 0.2), Evaluation(updates, 100 * updates, 1.23456789, 0.2)),
         saves=(Save(100 * updates, 0.1, 2**20),),
-        memory={"forward": PhaseMemory(2**30, 2**30, 0)},
+        memory={"forward": PhaseMemory((RankMemory(2**30, 2**30, Accounts(weights=2**30)),))},
         host_peak_bytes=2**30,
         fingerprints=("a",) * updates,
         seconds={"model": 1.0},
@@ -178,8 +178,9 @@ def test_a_trial_in_full(store: Store) -> None:
     assert [h[:2] for h in store.history(run, "train/loss")] == [(100, 2.0), (200, 1.0), (300, 0.666667)]
     assert [h[:2] for h in store.history(run, "eval/loss")] == [(0, 3.0), (300, 1.23457)]
     assert store.artifact(run, "config/config.yaml") == "model: embedded\nlearning:\n  learning_rate: 0.0001\n"
-    assert json.loads(store.artifact(run, "memory.json"))["forward"]["worst_rank"] == 0
-    assert set(json.loads(store.artifact(run, "timing.json"))) == {"updates", "evaluations", "saves", "seconds"}
+    assert json.loads(store.artifact(run, "memory.json"))["forward"]["ranks"][0]["accounts"]["weights"] == 2**30
+    parts = {"updates", "evaluations", "saves", "seconds", "speed"}
+    assert set(json.loads(store.artifact(run, "timing.json"))) == parts
     assert store.artifact(run, "log.txt").count("\n") == 1 + 3 + 2 + 1 + 1
 
 

@@ -60,7 +60,7 @@ def test_what_a_sweep_leaves(swept: tuple[Report, SilentScreen]) -> None:
     report, _ = swept
     lines = [json.loads(line) for line in (report.folder / "trials.jsonl").read_text().splitlines()]
     assert [line["trial_id"] for line in lines] == ["000", "001"]
-    assert all(line["schema"] == 1 for line in lines)
+    assert all(line["schema"] == 2 for line in lines)
     front = json.loads((report.folder / "frontier.json").read_text())
     assert front["schema"] == 1
     assert {o["name"]: o["direction"] for o in front["objectives"]} == {

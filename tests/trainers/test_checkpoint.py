@@ -39,6 +39,9 @@ class Partly(OneWeight):
         self.frozen = nn.Parameter(torch.full((), 3.0), requires_grad=False)
 
 
+RUN_A = {"learning.seed": 0}
+
+
 def engine_after(updates: int) -> NativeEngine:
     world = current("cpu")
     engine = build(NativeEngine, Partly(), LEARNING, world, 10)
@@ -70,7 +73,7 @@ def history_of(updates: int) -> History:
 def save_after(folder: Path, updates: int) -> dict[str, Any]:
     engine = engine_after(updates)
     state = state_of(engine)
-    state["bytes"] = checkpoint.save(folder, engine, history_of(updates), "run a", current("cpu"))
+    state["bytes"] = checkpoint.save(folder, engine, history_of(updates), RUN_A, current("cpu"))
     engine.close()
     return state
 
@@ -87,7 +90,7 @@ def test_a_save_brings_back_weights_optimizer_schedule_and_random_state(tmp_path
     expected = draws()
     right_next = state_of(engine_after(4))
     fresh = engine_after(0)
-    history = checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu"))
+    history = checkpoint.resume(newest(tmp_path), fresh, RUN_A, current("cpu"))
     assert repr(history) == repr(history_of(3))  # as text, for NaN is not equal to itself
     assert history.consumed_tokens == 105
     assert draws() == expected
@@ -105,7 +108,7 @@ def test_two_ranks_save_one_state_which_one_rank_can_resume(tmp_path: Path, rank
     assert {f.name for f in path.iterdir()} >= {"random-0.pt", "random-1.pt", "state.json"}
     assert size == sum(f.stat().st_size for f in path.iterdir())
     fresh = engine_after(0)
-    checkpoint.resume(path, fresh, "run a", current("cpu"))
+    checkpoint.resume(path, fresh, RUN_A, current("cpu"))
     assert state_of(fresh) == first
 
 
@@ -114,7 +117,7 @@ def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
     assert size == sum(f.stat().st_size for f in newest(tmp_path).iterdir())
     fresh = engine_after(0)
     fresh.module.frozen.data.fill_(5.0)
-    checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu"))
+    checkpoint.resume(newest(tmp_path), fresh, RUN_A, current("cpu"))
     assert float(fresh.module.frozen) == 5.0
 
 
@@ -184,7 +187,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
     assert path == tmp_path / "update-000001"
     del right["bytes"]
     fresh = engine_after(0)
-    checkpoint.resume(path, fresh, "run a", current("cpu"))
+    checkpoint.resume(path, fresh, RUN_A, current("cpu"))
     assert state_of(fresh) == right
     save_after(tmp_path, 2)  # the next attempt clears what was left
     assert sorted(p.name for p in tmp_path.iterdir()) == ["update-000001", "update-000002"]
@@ -192,9 +195,9 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
 
 def test_a_save_before_the_first_update_resumes_with_an_unused_optimizer(tmp_path: Path) -> None:
     engine = engine_after(0)
-    checkpoint.save(tmp_path, engine, History(), "run a", current("cpu"))
+    checkpoint.save(tmp_path, engine, History(), RUN_A, current("cpu"))
     fresh = engine_after(0)
-    assert checkpoint.resume(newest(tmp_path), fresh, "run a", current("cpu")) == History()
+    assert checkpoint.resume(newest(tmp_path), fresh, RUN_A, current("cpu")) == History()
     fresh.step([targets(1.0)], 1, MemoryMeter(torch.device("cpu")))
     assert state_of(fresh) == state_of(engine_after(1))
 
@@ -202,8 +205,23 @@ def test_a_save_before_the_first_update_resumes_with_an_unused_optimizer(tmp_pat
 def test_another_run_is_refused(tmp_path: Path) -> None:
     save_after(tmp_path, 1)
     path = newest(tmp_path)
-    with pytest.raises(UserError, match="update-000001 was saved by a run with another model, data or learning"):
-        checkpoint.resume(path, engine_after(0), "run b", current("cpu"))
+    with pytest.raises(UserError, match=r"of another learning configuration \(learning.seed: 0 → 1\)"):
+        checkpoint.resume(path, engine_after(0), {"learning.seed": 1}, current("cpu"))
+
+
+def test_a_save_of_another_engine_is_refused_with_what_saved_it(tmp_path: Path) -> None:
+    save_after(tmp_path, 1)
+    with pytest.raises(UserError, match=r"was saved by ddp or fsdp2, which this configuration .DeepSpeed ZeRO-3 on 2"):
+        checkpoint.check(newest(tmp_path), RUN_A, "DeepSpeed ZeRO-3 on 2 ranks")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_a_damaged_save_is_one_sentence(name: str, tmp_path: Path) -> None:
+    save_after(tmp_path, 1)
+    path = newest(tmp_path)
+    (path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"update-000001.* cannot be read .*: it is damaged"):
+        checkpoint.resume(path, engine_after(0), RUN_A, current("cpu"))
 
 
 # Whole jobs

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from trainers.diagnose import Fault, WorkerFault, classify, is_consequence, root_cause
+from trainers.diagnose import Fault, Running, WorkerFault, classify, fault_of, is_consequence, root_cause
 from trainers.errors import UserError
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
@@ -83,7 +84,9 @@ def test_statuses(kind: str, status: str) -> None:
 def test_an_oom_on_rank_1_is_the_cause_and_rank_0s_lost_peer_its_consequence() -> None:
     lost = Fault("crash", "backward", 0, f"RuntimeError: {PEER}")
     oom = Fault("device_oom", "backward", 1, f"OutOfMemoryError: {CUDA}")
-    assert root_cause({0: lost, 1: oom}) is oom
+    assert root_cause({0: lost, 1: oom}) == replace(
+        oom, consequences=(f"then rank 0 in backward: RuntimeError: {PEER}"[: len("then rank 0 in backward: ") + 120],)
+    )
     assert is_consequence(lost.message)
     assert not is_consequence(oom.message)
 
@@ -95,7 +98,11 @@ def test_a_crash_goes_before_the_peers_that_lost_it_and_those_that_timed_out() -
         1: Fault("crash", "backward", 1, f"DistBackendError: {NCCL_PEER}"),
         3: Fault("crash", "backward", 3, f"RuntimeError: {PEER}"),
     }
-    assert root_cause({**others, 2: crash}) is crash
+    found = root_cause({**others, 2: crash})
+    assert replace(found, consequences=()) == crash
+    assert [text.split(":")[0] for text in found.consequences] == [
+        f"then rank {rank} in backward" for rank in (0, 1, 3)
+    ]
 
 
 def test_among_equals_the_lowest_rank_is_named() -> None:
@@ -111,3 +118,40 @@ def test_a_worker_fault_survives_pickling() -> None:
     assert type(error) is WorkerFault
     assert error.fault == fault
     assert str(error) == f"rank 1, backward: {CUDA}"
+
+
+def test_among_equals_the_earliest_is_the_cause() -> None:
+    faults = {rank: Fault("crash", "forward", rank, "ValueError: bad", at=at) for rank, at in ((0, 5.0), (1, 4.0))}
+    assert root_cause(faults).rank == 1
+
+
+TRACE = 'File "trainers/engine.py", line 1, in step\n'
+ROW = Running("sft.jsonl:900, 4,096 tokens", logits=4096 * 1000)
+
+
+def asked(size: int) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20} MiB.")
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "account", "row"),
+    [
+        (asked(2**20), "load", "weights", ""),
+        (asked(2**20), "forward", "activations", ROW.row),
+        (asked(2**20), "backward", "activations", ROW.row),
+        (asked(2**20), "first_optimizer_step", "optimizer_state", ""),
+        (asked(2**20), "optimizer", "temporary", ""),
+        (asked(4 * 4096 * 1000), "backward", "temporary (logits and loss)", ROW.row),  # float32 logits, to the byte
+        (asked(2 * 4096 * 1000), "forward", "temporary (logits and loss)", ROW.row),  # bfloat16
+    ],
+)
+def test_what_was_growing_and_the_longest_row(error: Exception, phase: str, account: str, row: str) -> None:
+    fault = fault_of(error, phase, 1, ROW, TRACE)
+    assert (fault.kind, fault.rank, fault.account, fault.row) == ("device_oom", 1, account, row)
+    assert fault.requested is not None
+    assert any("MiB were asked for" in line for line in fault.lines)
+
+
+def test_a_crash_says_nothing_of_memory() -> None:
+    fault = fault_of(ValueError("bad label"), "forward", 0, ROW, TRACE)
+    assert (fault.requested, fault.account, fault.row, fault.lines) == (None, "", "", [])

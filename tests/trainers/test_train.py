@@ -124,10 +124,11 @@ def test_a_resume_of_another_run_is_one_line_and_status_2(tmp_path: Path, capsys
     capsys.readouterr()
     assert train.main([write(tmp_path, learning={"learning_rate": 2e-2})]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "update-000001 was saved by a run with another model, data or learning configuration" in line
+    told = "update-000001 was saved by a run of another learning configuration (learning.learning_rate: 0.01 → 0.02)"
+    assert told in line
 
 
-def test_a_failure_of_the_job_is_one_line_and_status_1(
+def test_a_failure_of_the_job_says_what_is_known_and_is_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> None:
@@ -135,8 +136,10 @@ def test_a_failure_of_the_job_is_one_line_and_status_1(
 
     monkeypatch.setattr("trainers.engine.loss_sum", fail)
     assert train.main([write(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *more = capsys.readouterr().err.splitlines()
     assert line.startswith("failed: host_oom: rank 0, forward: RuntimeError: DefaultCPUAllocator: can't allocate")
+    assert more[1] == "  what was growing: activations"
+    assert "data.jsonl:6, 107 tokens" in more[2]
 
 
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ model. Modules here import torch inside functions only, since legality is asked 
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -165,10 +166,28 @@ def illegal(setting: Setting) -> list[str]:
     from trainers import adapter
 
     used = dimensions(setting.system)
-    rules = adapter.illegal(setting) + STRATEGIES[setting.system.strategy].validate(setting)
+    rules = adapter.illegal(setting) + _attention_rules(setting) + STRATEGIES[setting.system.strategy].validate(setting)
     if used and setting.shape is None:
         rules.append("tp, pp and cp need a model of a known kind (Llama, Mistral, Qwen2, Qwen3)")
     return rules + [rule for dimension in used for rule in dimension.validate(setting)]
+
+
+def _attention_rules(setting: Setting) -> list[str]:
+    """Return why the attention kernel cannot be had."""
+    if setting.system.attn_implementation != "flash_attention_2":
+        return []
+    rules = []
+    if setting.device != "cuda":
+        rules.append(
+            f"attn_implementation=flash_attention_2 needs CUDA; this runs on {setting.device}: use sdpa or eager"
+        )
+    elif importlib.util.find_spec("flash_attn") is None:
+        rules.append(
+            "attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed: use sdpa"
+        )
+    if setting.learning.param_dtype == "float32":
+        rules.append("attn_implementation=flash_attention_2 computes in half precision: not with param_dtype=float32")
+    return rules
 
 
 def proof_dtype(setting: Setting) -> str:

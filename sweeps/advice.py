@@ -1,0 +1,231 @@
+"""What binds a trial, the change to try first, what that should bring, and whether it did where the sweep tried it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sweeps.outcome import TrialOutcome
+from trainers.result import Accounts
+from trainers.shape import ModelShape
+from trainers.timing import peak_phase
+
+WAITS = 0.15  # of a step: from here on what it waits for is worth a change
+PADDED = 0.15
+RECOMPUTES = 0.15
+TOLERANCE = 0.2  # relative: how far from what was expected a change may come out and still be called true
+# Names that follow from others, and so differ where a change was made.
+DERIVED = ("gradient_accumulation_steps",)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change to one trial."""
+
+    trial_id: str
+    binds: str
+    """what limits it: an account of memory in a phase, or a part of the step"""
+    text: str
+    """the change, in words"""
+    change: Mapping[str, Any]
+    """the change as axes; empty where it is none that the space knows"""
+    figure: str
+    """the metric that should fall or rise"""
+    expected: float | None
+    """what the metric should become; None where nothing measured tells"""
+    verdict: str = ""
+    """what became of it, where the sweep holds a trial with the change"""
+
+
+def advise(outcomes: Sequence[TrialOutcome], shape: ModelShape | None) -> list[Advice]:
+    """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed."""
+    found = [a for o in outcomes for a in (_of_memory(o, shape), _of_time(o)) if a is not None]
+    return [_checked(advice, outcomes) for advice in found]
+
+
+def _of_memory(outcome: TrialOutcome, shape: ModelShape | None) -> Advice | None:
+    if outcome.status == "OOM":
+        return _of_oom(outcome)
+    measured = outcome.measured
+    peak = peak_phase(measured) if measured is not None else None
+    if measured is None or peak is None:
+        return None
+    phase = peak[0]
+    accounts = measured.memory[phase].worst.accounts
+    largest = max(Accounts.names(), key=lambda name: getattr(accounts, name))
+    share = getattr(accounts, largest) / max(accounts.total, 1)
+    binds = f"{_words(largest)} in {_words(phase)} ({share:.0%} of the peak)"
+    for change, text, factor in _changes(outcome.config, largest, shape):
+        kept = accounts.total - sum(getattr(accounts, name) * (1 - left) for name, left in factor.items())
+        gib = outcome.metrics.get("peak_memory_gib", 0.0) * kept / max(accounts.total, 1)
+        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", gib)
+    return None
+
+
+Change = tuple[dict[str, Any], str, dict[str, float]]
+"""The axes to change, in words, and what is left of each account that it changes."""
+
+
+def _changes(config: Mapping[str, Any], account: str, shape: ModelShape | None) -> Iterator[Change]:
+    """Yield the changes that lessen an account, the one that costs least first."""
+    if account in ("activations", "temporary"):
+        yield from _smaller_batch(config)
+        if account == "activations" and config.get("activation_checkpointing") != "full":
+            left = _left_by_recomputing(shape)
+            yield {"activation_checkpointing": "full"}, "recompute in the backward pass", {"activations": left}
+    else:
+        yield from _fewer_states(config)
+    yield from _smaller_batch(config)
+
+
+def _smaller_batch(config: Mapping[str, Any]) -> Iterator[Change]:
+    micro = int(config.get("micro_batch_size") or 1)
+    if micro > 1:
+        halved = {"activations": 0.5, "temporary": 0.5}
+        yield {"micro_batch_size": micro // 2}, f"micro_batch_size {micro} → {micro // 2}", halved
+
+
+def _fewer_states(config: Mapping[str, Any]) -> Iterator[Change]:
+    workers, strategy = int(config.get("num_workers") or 1), config.get("strategy")
+    ways = workers // max(1, int(config.get("tp") or 1) * int(config.get("pp") or 1))
+    states = ("weights", "gradients", "optimizer_state")
+    if ways > 1 and strategy == "ddp":
+        yield {"strategy": "fsdp2"}, f"shard the state over {ways} ranks", dict.fromkeys(states, 1 / ways)
+    if config.get("adapter") == "full":
+        yield {"adapter": "lora"}, "train an adapter", {"gradients": 0.05, "optimizer_state": 0.05}
+    if config.get("adapter") == "lora":
+        yield {"adapter": "qlora"}, "keep the base in 4 bits", {"weights": 0.3}
+
+
+def _left_by_recomputing(shape: ModelShape | None) -> float:
+    """Return which part of the activations full recomputation keeps: each block's input, and one block's own.
+
+    Per token and block 16 h + 4 q + 4 k + 8 f bytes are kept in bfloat16, of which 2 h are the input.
+    """
+    if shape is None:
+        return 0.3
+    q, k = shape.query_size, shape.key_value_size
+    block = 16 * shape.hidden_size + 4 * q + 4 * k + 8 * shape.intermediate_size
+    return min(1.0, 2 * shape.hidden_size / block + 1 / shape.num_hidden_layers)
+
+
+# Of a failure: what to try first, by the phase in which memory ran out.
+_AFTER_OOM: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "load": ("build it sharded, or keep the base in 4 bits, or take a smaller model", {"strategy": "fsdp2"}),
+    "first_optimizer_step": ("train an adapter, or shard the optimizer's state, or offload it", {"adapter": "lora"}),
+    "optimizer": ("shard the optimizer's state, or offload it", {"strategy": "fsdp2"}),
+    "save": ("save what is sharded as it is (strategy=fsdp2)", {"strategy": "fsdp2"}),
+}
+
+
+def _of_oom(outcome: TrialOutcome) -> Advice:
+    phase = outcome.phase or ""
+    binds = f"out of memory in {_words(phase)}" if phase else "out of memory"
+    if phase in _AFTER_OOM:
+        text, change = _AFTER_OOM[phase]
+        if all(outcome.config.get(name) == value for name, value in change.items()):
+            change = {}
+        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
+    for change, text, _ in _smaller_batch(outcome.config):
+        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
+    if outcome.config.get("activation_checkpointing") != "full":
+        text, change = "recompute in the backward pass", {"activation_checkpointing": "full"}
+        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
+    text = "shorter rows (seq_len), or divide them (cp), or shard the model (fsdp2, tp)"
+    return Advice(outcome.trial_id, binds, text, {}, "peak_memory_gib", None)
+
+
+def _of_time(outcome: TrialOutcome) -> Advice | None:
+    m, config = outcome.metrics, outcome.config
+    rate = m.get("target_tokens_per_second")
+    if rate is None or "collective_share" not in m:
+        return None
+
+    def advice(part: str, share: float, text: str, change: Mapping[str, Any]) -> Advice:
+        # At best what it waits for, or does in vain, is gone.
+        return Advice(
+            outcome.trial_id, f"{part} ({share:.0%} of the step)", text, change, "target_tokens_per_second",
+            rate / (1 - share) if change else None,
+        )  # fmt: skip
+
+    waits: dict[str, Callable[[float], Advice]] = {
+        "collective_share": lambda s: advice("collectives", s, *_less_talk(config)),
+        "pipeline_idle_share": lambda s: advice("pipeline idle", s, *_more_micro_batches(config)),
+        "transfer_share": lambda s: advice("host transfers", s, "no offload", _off(config, "offload", "none")),
+        "data_share": lambda s: advice("data", s, "tokenise before, or faster storage", {}),
+    }
+    name = max(waits, key=lambda n: m.get(n, 0.0))
+    if m.get(name, 0.0) >= WAITS:
+        return waits[name](m[name])
+    if m.get("padding_share", 0.0) >= PADDED and config.get("arrangement") == "drawn":
+        return advice("padding", m["padding_share"], "arrangement=length", {"arrangement": "length"})
+    if m.get("recompute_share", 0.0) >= RECOMPUTES:
+        lighter = "none" if config.get("activation_checkpointing") == "selective" else "selective"
+        text = f"activation_checkpointing={lighter}, if memory allows"
+        return advice("recomputation", m["recompute_share"], text, {"activation_checkpointing": lighter})
+    return Advice(
+        outcome.trial_id, f"computation (mfu {m['mfu']:.0%})" if "mfu" in m else "computation",
+        "a larger micro batch fills the device better, if memory allows",
+        {"micro_batch_size": 2 * int(config.get("micro_batch_size") or 1)}, "target_tokens_per_second", None,
+    )  # fmt: skip
+
+
+def _less_talk(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return how to communicate less often or less in all."""
+    if config.get("strategy") == "zero" and int(config.get("zero_stage") or 1) > 1:
+        return "divide less (zero_stage=1), if memory allows", {"zero_stage": 1}
+    if config.get("reshard_after_forward"):
+        text = "reshard_after_forward=false gathers once instead of twice, if memory allows"
+        return text, {"reshard_after_forward": False}
+    micro = int(config.get("micro_batch_size") or 1)
+    if int(config.get("gradient_accumulation_steps") or 1) > 1:
+        return f"micro_batch_size {micro} → {2 * micro}: fewer, larger steps", {"micro_batch_size": 2 * micro}
+    return "fewer ranks, a larger batch, or faster links", {}
+
+
+def _more_micro_batches(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    micro = int(config.get("micro_batch_size") or 1)
+    if micro > 1:
+        return f"micro_batch_size {micro} → {micro // 2}: more of them in the pipeline", {
+            "micro_batch_size": micro // 2
+        }
+    return "pp_schedule=interleaved_1f1b, or balance the stages", _off(config, "pp_schedule", "interleaved_1f1b")
+
+
+def _off(config: Mapping[str, Any], axis: str, value: Any) -> dict[str, Any]:
+    return {axis: value} if config.get(axis) not in (None, value) else {}
+
+
+def _checked(advice: Advice, outcomes: Sequence[TrialOutcome]) -> Advice:
+    """Return the advice with what the trial that follows it showed, where there is one."""
+    before = next(o for o in outcomes if o.trial_id == advice.trial_id)
+    after = next((o for o in outcomes if advice.change and _is(o, before, advice.change)), None)
+    if after is None:
+        return advice
+    was, became = before.metrics.get(advice.figure), after.metrics.get(advice.figure)
+    if became is None:
+        return replace(advice, verdict=f"trial {after.trial_id}: {after.status}")
+    if was is None:  # it had run out of memory
+        return replace(advice, verdict=f"trial {after.trial_id}: fits, came true")
+    better = became < was if advice.figure == "peak_memory_gib" else became > was
+    near = advice.expected is None or abs(became - advice.expected) <= TOLERANCE * advice.expected
+    said = "came true" if better and near else "helped, by less or more than expected" if better else "did not help"
+    return replace(advice, verdict=f"trial {after.trial_id}: {was:.4g} → {became:.4g}, {said}")
+
+
+def _is(outcome: TrialOutcome, before: TrialOutcome, change: Mapping[str, Any]) -> bool:
+    """Tell whether a trial is another one with a change, and differs in nothing else."""
+    owned = set(change) | set(DERIVED) | (_OF_STRATEGY if "strategy" in change else set())
+    names = (set(outcome.config) | set(before.config)) - owned
+    return all(outcome.config.get(name) == value for name, value in change.items()) and all(
+        outcome.config.get(name) == before.config.get(name) for name in names
+    )
+
+
+# Options that come and go with a strategy.
+_OF_STRATEGY = {"zero_stage", "zero_engine", "offload", "reshard_after_forward", "dp_replicate", "reduce_dtype"}
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,126 @@
+"""What binds a trial and what to change, on outcomes made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sweeps.advice import Advice, advise
+from sweeps.outcome import TrialOutcome
+from sweeps.scaling import scaling
+from trainers.result import GIB, Accounts, PhaseMemory, RankMemory, TrialResult
+from trainers.split import PARTS
+
+DDP = {
+    "strategy": "ddp", "adapter": "full", "num_workers": 2, "micro_batch_size": 4, "activation_checkpointing": "none",
+    "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+def trial(
+    number: int, accounts: Accounts | None = None, status: str = "COMPLETED", phase: str | None = None, **more: Any
+) -> TrialOutcome:
+    """A trial whose peak is `accounts`; `more`: figures, and `config` with what differs from DDP."""
+    config = {**DDP, **more.pop("config", {})}
+    result = None
+    figures = dict(more)
+    if accounts is not None:
+        peak = PhaseMemory((RankMemory(accounts.total, accounts.total, accounts),))
+        figures["peak_memory_gib"] = accounts.total / GIB
+        result = TrialResult("budget", (), (), (), {"backward": peak}, 0, (), {}, 2, {}).to_json()
+    return TrialOutcome(
+        sweep_id="s", trial_id=f"{number:03d}", candidate_id=str(number), status=status, phase=phase, started_at=0,  # type: ignore[arg-type]
+        ended_at=1, num_workers=config["num_workers"], config=config, metrics=figures, result=result,
+    )  # fmt: skip
+
+
+def gib(**accounts: float) -> Accounts:
+    return Accounts(**{name: int(value * GIB) for name, value in accounts.items()})
+
+
+def parts(**shares: float) -> dict[str, float]:
+    return {f"{part}_share": shares.get(part, 0.0) for part in PARTS}
+
+
+def first(found: list[Advice], trial_id: str, figure: str) -> Advice:
+    return next(a for a in found if a.trial_id == trial_id and a.figure == figure)
+
+
+def test_activations_bind_and_half_the_batch_halves_them_which_came_true() -> None:
+    before = trial(0, gib(weights=2, activations=6, temporary=2))
+    after = trial(
+        1,
+        gib(weights=2, activations=3, temporary=1.2),
+        config={"micro_batch_size": 2},
+    )
+    advice = first(advise([before, after], None), "000", "peak_memory_gib")
+    assert advice.binds == "activations in backward (60% of the peak)"
+    assert advice.change == {"micro_batch_size": 2}
+    assert advice.expected == pytest.approx(6.0)
+    assert advice.verdict == "trial 001: 10 → 6.2, came true"
+
+
+def test_a_change_that_brings_less_says_so() -> None:
+    before = trial(0, gib(weights=2, activations=6, temporary=2))
+    for peak, said in ((9.0, "helped, by less or more than expected"), (10.5, "did not help")):
+        after = trial(1, gib(activations=peak), config={"micro_batch_size": 2})
+        verdict = first(advise([before, after], None), "000", "peak_memory_gib").verdict
+        assert verdict == f"trial 001: 10 → {peak:.4g}, {said}"
+
+
+def test_the_state_binds_and_is_sharded() -> None:
+    before = trial(0, gib(weights=2, gradients=2, optimizer_state=4, activations=1))
+    advice = first(advise([before], None), "000", "peak_memory_gib")
+    assert advice.change == {"strategy": "fsdp2"}
+    assert advice.expected == pytest.approx(5.0)  # 8 over two ranks, and 1
+    sharded = trial(1, gib(weights=1, gradients=1, optimizer_state=2, activations=1), config={"strategy": "fsdp2"})
+    advice = first(advise([sharded], None), "001", "peak_memory_gib")
+    assert advice.change == {"adapter": "lora"}
+    assert advice.expected == pytest.approx(1 + 1 + 0.05 * 3)
+
+
+@pytest.mark.parametrize(
+    ("phase", "change"),
+    [
+        ("first_optimizer_step", {"adapter": "lora"}),
+        ("load", {"strategy": "fsdp2"}),
+        ("backward", {"micro_batch_size": 2}),
+    ],
+)
+def test_after_an_oom_the_phase_tells(phase: str, change: dict[str, Any]) -> None:
+    (advice,) = advise([trial(0, status="OOM", phase=phase)], None)
+    assert advice.binds == f"out of memory in {phase.replace('_', ' ')}"
+    assert advice.change == change
+    fits = trial(1, gib(weights=1), config=change)
+    found = first(advise([trial(0, status="OOM", phase=phase), fits], None), "000", "peak_memory_gib")
+    assert found.verdict == "trial 001: fits, came true"
+
+
+def test_waiting_for_others_binds() -> None:
+    slow = trial(0, target_tokens_per_second=1000.0, **parts(forward=0.3, backward=0.4, collective=0.25, other=0.05))
+    advice = first(advise([slow], None), "000", "target_tokens_per_second")
+    assert advice.binds == "collectives (25% of the step)"
+    assert advice.change == {"micro_batch_size": 8}
+    assert advice.expected == pytest.approx(1000 / 0.75)
+
+
+def test_a_step_that_only_computes() -> None:
+    busy = trial(0, target_tokens_per_second=1000.0, mfu=0.45, **parts(forward=0.3, backward=0.7))
+    assert first(advise([busy], None), "000", "target_tokens_per_second").binds == "computation (mfu 45%)"
+
+
+def test_scaling_worked_by_hand() -> None:
+    """1,000 → 2,800 target tokens/s on 4 GPUs: 2.8 times, 70 %, 1.43 times the GPU time."""
+    one = trial(0, gib(weights=1), target_tokens_per_second=1000.0, config={"num_workers": 1})
+    four = trial(
+        1, gib(weights=1), target_tokens_per_second=2800.0, config={"num_workers": 4, "gradient_accumulation_steps": 1}
+    )
+    other = trial(2, gib(weights=1), target_tokens_per_second=500.0, config={"num_workers": 4, "micro_batch_size": 1})
+    (group,) = scaling([one, four, other])
+    least, most = group.points
+    assert (least.speedup, least.efficiency, least.gpu_time_ratio) == (1, 1, 1)
+    assert (most.trial_id, most.num_workers) == ("001", 4)
+    assert most.speedup == pytest.approx(2.8)
+    assert most.efficiency == pytest.approx(0.7)
+    assert most.gpu_time_ratio == pytest.approx(1.43, abs=0.005)

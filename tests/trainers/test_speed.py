@@ -1,0 +1,115 @@
+"""Timing: what is counted, when it stops, what is flagged; figures by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+
+from tests.trainers.tiny import config, data, train_here
+from trainers import batch
+from trainers.batch import Samples
+from trainers.prepare import TrialData
+from trainers.result import Speed, TrialResult
+from trainers.speed import half_width, noisy, quiet
+from trainers.split import PARTS
+from trainers.timing import summarize
+
+SPEED = Speed(
+    rounds=((1.0, 3.0), (1.0, 3.0), (2.0, 8.0)),
+    tokens=1200,
+    targets=400,
+    slots=1600,
+    model_flops=4e9,
+    hardware_flops=6e9,
+    peak_flops=4e9,
+    precision=0.02,
+    parts={**dict.fromkeys(PARTS, 0.0), "forward": 0.5, "backward": 1.0, "collective": 0.5},
+    profiled_step_s=2.0,
+    busy_s=(1.5, 1.2),
+    noisy_rounds=(2,),
+    disturbances=(),
+    timed_s=30.0,
+    profiled_s=5.0,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> TrialData:
+    return data(12, 5)
+
+
+def test_figures_by_hand() -> None:
+    result = TrialResult("budget", (), (), (), {}, 0, (), {}, 2, {}, speed=SPEED)
+    figures = summarize(result)
+    assert figures["step_time_s"] == 2.0  # medians 1 and 3
+    assert figures["tokens_per_second"] == 300
+    assert figures["tokens_per_second_per_device"] == 150
+    assert figures["target_tokens_per_second"] == 100
+    assert figures["padding_share"] == 0.25
+    assert figures["mfu"] == 0.25
+    assert figures["hfu"] == 0.375
+    assert figures["straggler_spread"] == pytest.approx(0.2)
+    assert (figures["forward_share"], figures["backward_share"], figures["collective_share"]) == (0.25, 0.5, 0.25)
+    assert TrialResult.from_json(result.to_json()) == result
+
+
+def test_the_confidence_interval() -> None:
+    """Three values 9, 10, 11: s = 1, t(2) = 4.303, 4.303 / √3 / 10 = 0.2484."""
+    assert half_width([9, 10, 11]) == pytest.approx(0.24843, abs=1e-5)
+    assert half_width([10, 10]) == 0
+    assert half_width([10]) == math.inf
+    many = [1.0, 2.0] * 50
+    assert half_width(many) == pytest.approx(1.96 * statistics.stdev(many) / 10 / 1.5)
+
+
+def test_a_round_far_above_the_median_is_flagged_and_left_out() -> None:
+    assert noisy([1.0, 1.1, 1.0, 1.5]) == [3]
+    assert quiet([1.0, 1.1, 1.0, 1.5]) == [1.0, 1.1, 1.0]
+
+
+def test_a_stratified_draw_has_the_middle_of_equal_shares() -> None:
+    samples = Samples([10 * i for i in range(1, 9)], [1] * 8)  # 10 to 80
+    (window,) = batch.stratified(samples, 4, 1, seed=0)
+    assert sorted(samples.lengths[i] for i in window.sample_ids) == [20, 40, 60, 80]
+    one, two = batch.stratified(samples, 2, 2, seed=0)
+    assert sorted((*one.sample_ids, *two.sample_ids)) == sorted(window.sample_ids)
+    assert batch.stratified(samples, 4, 1, seed=0) == [window]  # the same for every candidate
+
+
+def test_few_samples_are_repeated() -> None:
+    (window,) = batch.stratified(Samples([5, 7], [1, 1]), 4, 1, seed=0)
+    assert sorted(window.sample_ids) == [0, 0, 1, 1]
+
+
+def test_by_length_the_longest_come_first() -> None:
+    samples = Samples([3, 9, 3, 7], [1] * 4)
+    assert batch.by_length(batch.Window(0, 0, (0, 1, 2, 3)), samples).sample_ids == (1, 3, 0, 2)
+
+
+def test_arranging_by_length_changes_no_loss_and_saves_padding(tokens: TrialData) -> None:
+    job = config(1, 2)
+    drawn, sorted_ = (
+        train_here(dataclasses.replace(job, system=dataclasses.replace(job.system, arrangement=how)), tokens)
+        for how in ("drawn", "length")
+    )
+    assert [u.loss for u in sorted_.updates] == pytest.approx([u.loss for u in drawn.updates], rel=1e-5)
+    assert [u.grad_norm for u in sorted_.updates] == pytest.approx([u.grad_norm for u in drawn.updates], rel=1e-4)
+    assert sorted_.fingerprints == drawn.fingerprints
+    assert sum(u.slots for u in sorted_.updates) < sum(u.slots for u in drawn.updates)
+
+
+def test_measuring_changes_nothing_of_what_is_learned(tokens: TrialData) -> None:
+    plain = train_here(config(), tokens)
+    measured = train_here(config(run={"measure_seconds": 0.01}), tokens)
+    assert [u.loss for u in measured.updates] == [u.loss for u in plain.updates]
+    speed = measured.speed
+    assert speed is not None
+    assert len(speed.rounds) == 3
+    assert sum(speed.parts.values()) == pytest.approx(speed.profiled_step_s)
+    assert 0 < summarize(measured)["mfu"] <= summarize(measured)["hfu"] < 1
+    windows = batch.stratified(tokens.train.samples(), 4, 2, seed=0)
+    lengths = tokens.train.samples().lengths
+    assert speed.tokens == sum(lengths[i] for w in windows for i in w.sample_ids)

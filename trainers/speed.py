@@ -1,0 +1,168 @@
+"""How fast a job trains, and where the time goes: measured on windows that stand for the data, and not by training."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainers import batch as batching
+from trainers import flops, hardware, split
+from trainers.batch import Counts, Window
+from trainers.config import TrialConfig
+from trainers.engine import Engine
+from trainers.feed import Feed
+from trainers.memory import MemoryMeter
+from trainers.noise import Machine, disturbances
+from trainers.ranks import World
+from trainers.result import Speed
+from trainers.strategies import Setting
+from trainers.timing import Stopwatch
+
+WINDOWS = 2  # two optimizer steps at least, on different batches
+LEAST_ROUNDS, MOST_ROUNDS = 3, 50
+NOISY = 1.2  # a window that takes so many times its median was disturbed
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal distribution's.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+        2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a measurement needs: an engine that is warm, its data, and the ranks."""
+
+    engine: Engine
+    feed: Feed
+    config: TrialConfig
+    setting: Setting
+    meter: MemoryMeter
+    world: World
+
+    def run(self, keep: Callable[[Any], None] | None = None) -> Speed:
+        """Time rounds over the same windows until the step time is known, profile one round, and undo it all.
+
+        `keep` is given the profiler. Every rank must call it.
+        """
+        samples = self.feed.data.train.samples()
+        learning = self.setting.learning
+        windows = batching.stratified(samples, learning.global_batch_size, WINDOWS, learning.seed)
+        windows = [self.feed.arranged(w) for w in windows]
+        before = self.engine.snapshot()
+        with torch.random.fork_rng(self._devices()):
+            started = time.perf_counter()
+            self._round(windows)  # warm-up: shapes that were not met before
+            before_it = Machine.now()
+            rounds = self._rounds(windows)
+            disturbed = self.world.gather(disturbances(before_it, Machine.now(), self.world.device))
+            timed_s = time.perf_counter() - started
+            parts, wall, busy = self._profiled(windows, keep)
+            profiled_s = time.perf_counter() - started - timed_s
+        self.engine.restore(before)
+        counts = [batching.count_window(w, samples, self.setting.plan.dp, self.feed.micro) for w in windows]
+        done = [self._flops(w) for w in windows]
+        total = sum(counts, Counts())
+        return Speed(
+            rounds=tuple(rounds),
+            tokens=total.tokens,
+            targets=total.targets,
+            slots=total.slots,
+            model_flops=sum(f.model for f in done),
+            hardware_flops=sum(f.hardware for f in done),
+            peak_flops=self._peak(),
+            precision=half_width(quiet([sum(r) for r in rounds])),
+            parts=parts,
+            profiled_step_s=wall,
+            busy_s=busy,
+            noisy_rounds=tuple(noisy([sum(r) for r in rounds])),
+            disturbances=tuple(dict.fromkeys(text for texts in disturbed for text in texts)),
+            timed_s=timed_s,
+            profiled_s=profiled_s,
+        )
+
+    def _rounds(self, windows: Sequence[Window]) -> list[tuple[float, ...]]:
+        """Return the seconds of each window, on the slowest rank, round after round."""
+        run, rounds = self.config.run, list[tuple[float, ...]]()
+        spent = 0.0
+        while len(rounds) < MOST_ROUNDS:
+            rounds.append(tuple(self.world.max(self._round(windows))))  # the same on all ranks, and so is what follows
+            spent += sum(rounds[-1])
+            known = half_width(quiet([sum(r) for r in rounds])) <= run.precision
+            if len(rounds) >= LEAST_ROUNDS and (known or spent >= run.measure_seconds):
+                break
+        return rounds
+
+    def _round(self, windows: Sequence[Window]) -> list[float]:
+        clock, seconds = Stopwatch(self.world), []
+        for window in windows:
+            self.world.barrier()
+            clock.start()
+            self._update(window)
+            seconds.append(clock.stop())
+        return seconds
+
+    def _update(self, window: Window) -> None:
+        micro_batches, counts = self.feed.window(window)
+        self.engine.step(micro_batches, counts.targets, self.meter)
+
+    def _profiled(
+        self, windows: Sequence[Window], keep: Callable[[Any], None] | None
+    ) -> tuple[dict[str, float], float, tuple[float, ...]]:
+        """Return seconds of a step by part, mean over ranks; of the whole step; and what each rank was busy."""
+        with split.profiled(self.world.device) as profiler:
+            for window in windows:
+                self.world.barrier()
+                with split.step():
+                    self._update(window)
+                    self.world.synchronize()
+        if keep is not None:
+            keep(profiler)
+        seen = split.steps_of(profiler)
+        mine = {part: sum(s.parts()[part] for s in seen) / len(seen) for part in split.PARTS}
+        by_rank = self.world.gather(mine)
+        parts = {part: statistics.fmean(p[part] for p in by_rank) for part in split.PARTS}
+        waits = ("collective", "pipeline_idle")
+        busy = tuple(sum(s for part, s in p.items() if part not in waits) for p in by_rank)
+        return parts, sum(parts.values()), busy
+
+    def _flops(self, window: Window) -> flops.Flops:
+        shape, system, samples = self.setting.shape, self.setting.system, self.feed.data.train.samples()
+        if shape is None:
+            return flops.Flops()
+        shares = batching.split(window, self.setting.plan.dp, self.feed.micro)
+        rows = ([samples.lengths[i] for i in ids] for share in shares for ids in share)
+        done = (flops.of_rows(r, shape, self.setting.learning, system.activation_checkpointing) for r in rows)
+        return sum(done, flops.Flops())
+
+    def _peak(self) -> float | None:
+        """Return what the devices reach at most, all together."""
+        by_rank = self.world.gather(hardware.peak_flops(self.world.device, self.setting.compute_dtype))
+        return None if None in by_rank else math.fsum(p for p in by_rank if p is not None)
+
+    def _devices(self) -> list[torch.device]:
+        return [self.world.device] if self.world.device.type == "cuda" else []
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return the half-width of the 95 % confidence interval of a mean, relative to it; infinite for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return math.inf
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96
+    return t * statistics.stdev(values) / math.sqrt(n) / statistics.fmean(values)
+
+
+def quiet(rounds: Sequence[float]) -> list[float]:
+    """Return the rounds that were not disturbed."""
+    disturbed = noisy(rounds)
+    return [seconds for i, seconds in enumerate(rounds) if i not in disturbed]
+
+
+def noisy(rounds: Sequence[float]) -> list[int]:
+    """Return which rounds took much longer than their median."""
+    usual = statistics.median(rounds)
+    return [i for i, seconds in enumerate(rounds) if seconds > NOISY * usual]
