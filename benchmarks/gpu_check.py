@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from sweeps.parity import LEAST_TOLERANCE, LIMITS, TIMES_NOISE
 from trainers import model
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig, from_tree
 from trainers.job import run_rank
@@ -30,6 +29,7 @@ from trainers.ranks import World, current
 from trainers.result import GIB, Reference, TrialResult
 from trainers.shape import ModelShape
 from trainers.timing import summarize
+from trainers.tolerance import LEAST_TOLERANCE, LIMITS, TIMES_NOISE
 
 PRESETS = Path(__file__).resolve().parent.parent / "search_spaces" / "models"
 UPDATES = 4

@@ -90,6 +90,7 @@ def trial_tree(
         "proof": proof,
         "measure_seconds": spec.measure_seconds,
         "precision": spec.precision,
+        "memory_limit_gib": spec.memory_limit_gib,
         "trace": spec.trace,
         "trace_dir": traces if spec.trace != "none" else None,
     }

@@ -19,7 +19,7 @@ from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
 from trainers.config import TrialConfig, from_tree, to_tree
 from trainers.result import TrialResult
-from trainers.timing import peak_phase, summarize
+from trainers.timing import impossible, peak_phase, summarize
 
 SAME_FAILURES = 3  # identical failures in a row, with nothing completed, that end a sweep
 REFERENCE_SHARE = 0.5  # a derived target is what the first trial reaches with this share of its tokens
@@ -223,6 +223,8 @@ class SweepDesk:
                 reason_kind="crash",
                 reason=f"the worker ran another configuration than it was given: {different}",
             )
+        if wrong := impossible(summarize(measured)):
+            return TrialOutcome(**known, status="FAILED", reason_kind="crash", reason=wrong)
         figures = summarize(measured) | cost.quality_figures(measured, self.target, self.prices)
         figures |= self._start_up(job, known["ended_at"], measured)
         parity = self._proofs.judge(job.config["learning"], measured.proof)

@@ -204,6 +204,8 @@ class SweepSpec(Frozen):
     """it stops earlier once the 95 % confidence interval of the step time is within this, relatively"""
     trace: Literal["none", "memory", "time"] = "none"
     """keep a trace of every trial under runs/<sweep id>/traces: of memory, or of time for Perfetto"""
+    memory_limit_gib: float | None = Field(default=None, gt=0)
+    """let trials run out of memory here, as on a device that has no more"""
     searcher: str = "grid"
     """who picks the next trial"""
     seed: int = Field(default=0, ge=0)

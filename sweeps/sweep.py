@@ -34,6 +34,7 @@ from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
 from trainers.prepare import TrialData, prepare
 from trainers.shape import ModelShape
+from trainers.timing import doubts
 
 T = TypeVar("T")
 Ended = Literal["complete", "budget", "failing", "interrupted", "broken"]
@@ -222,7 +223,7 @@ def conclude(
         why,
         desk.spent if ended == "budget" else None,
         untried,
-        tuple(warnings(outcomes) + desk.recorder.notes),
+        tuple(warnings(outcomes, spec.precision) + desk.recorder.notes),
         tuple(advice),
         tuple(scaled),
         desk.recorder.url(),
@@ -257,7 +258,7 @@ def simplicity(outcome: TrialOutcome) -> tuple[int, int, str]:
     return dimensions, outcome.num_workers, outcome.trial_id
 
 
-def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:
+def warnings(outcomes: Sequence[TrialOutcome], precision: float) -> list[str]:
     """Return what a person should look at twice: trials that should differ and do not, samples that differ."""
     found = []
     by_loss: dict[tuple[float, float], TrialOutcome] = {}
@@ -273,6 +274,11 @@ def warnings(outcomes: Sequence[TrialOutcome]) -> list[str]:
                 "loss to the last digit: does the setting reach the trainer?"
             )
     found += sample_faults(outcomes)
+    for outcome in outcomes:
+        measured = outcome.measured
+        doubted = doubts(measured, precision) if measured is not None else []
+        if doubted:
+            found.append(f"trial {outcome.trial_id}: {'; '.join(doubted)}")
     differ = [(o.trial_id, o.parity.why) for o in outcomes if o.parity is not None and o.differs]
     return found + [f"trial {trial} SEMANTICS_DIFFER, and is kept off the frontier: {why}" for trial, why in differ]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainers import activation_checkpointing
-from trainers.engine import Batch, Engine, Step, loss_of, prepared
+from trainers.engine import Batch, Engine, Step, keeps_heads, loss_of, prepared
 from trainers.memory import MemoryMeter
 from trainers.ranks import ensure_group
 from trainers.result import Account
@@ -61,7 +61,7 @@ class DeepSpeedEngine(Engine):
             meter.micro_step = i
             self._engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
-                loss = loss_of(self._engine, prepared(batch))
+                loss = loss_of(self._engine, self._prepare(batch))
             with meter.phase("backward"):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             total += loss.detach()
@@ -74,6 +74,9 @@ class DeepSpeedEngine(Engine):
         norm = self._engine.get_global_grad_norm()
         return Step(self._layout.sum([float(total)])[0], math.nan if norm is None else float(norm), rate)
 
+    def _prepare(self, batch: Batch) -> Batch:
+        return prepared(batch, heads=keeps_heads(self._setting))
+
     def _set_rate(self) -> float:
         rate = self._setting.learning.learning_rate * self._rate_factor(self._updates)
         for group in self._engine.optimizer.param_groups:
@@ -85,7 +88,7 @@ class DeepSpeedEngine(Engine):
         self._engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for batch in batches:
-            total += loss_of(self._engine, prepared(batch)).double()
+            total += loss_of(self._engine, self._prepare(batch)).double()
         return self._layout.sum([float(total)])[0]
 
     def owned(self) -> Iterator[tuple[Account, torch.Tensor]]:

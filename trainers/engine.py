@@ -155,6 +155,7 @@ class NativeEngine(Engine):
         self.parts = parts
         self._dimensions = dimensions(setting.system)
         self._divisor = STRATEGIES[setting.system.strategy].gradient_divisor(setting)
+        self._keeps_gradients = STRATEGIES[setting.system.strategy].keeps_gradients(setting)
         self._runner = make_runner(Built(self.module, parts), setting, self._layout)
         self.reset_optimizer()
 
@@ -187,7 +188,7 @@ class NativeEngine(Engine):
             clip(self._trained, norm, self._setting.learning.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
         self._has_state = True
         return Step(self._layout.sum([float(total)])[0], norm, rate)
 
@@ -202,7 +203,8 @@ class NativeEngine(Engine):
 
     def _prepare(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch."""
-        ready = prepared(batch, math.lcm(*(d.multiple(self._setting) for d in self._dimensions)))
+        multiple = math.lcm(*(d.multiple(self._setting) for d in self._dimensions))
+        ready = prepared(batch, multiple, heads=keeps_heads(self._setting))
         for dimension in self._dimensions:
             ready = dimension.shard_batch(ready, self._setting, self._layout)
         return ready
@@ -316,16 +318,38 @@ def make_runner(built: Built, setting: Setting, layout: Layout) -> Runner:
     return Pipeline(built, setting, layout)
 
 
-def prepared(batch: Batch, multiple: int = 1) -> Batch:
+def keeps_heads(setting: Setting) -> bool:
+    """Tell whether logits are made only where there are targets: by whole models of a known architecture."""
+    plan = setting.plan
+    return setting.shape is not None and plan.tp == plan.pp == plan.cp == 1
+
+
+def head_columns(labels: torch.Tensor) -> torch.Tensor:
+    """Return the positions at which any row has a target, at least one; int64 [positions] on the labels' device.
+
+    Read off the labels where they are on the host: on a GPU it would wait for the device.
+    """
+    any_target = (labels[:, 1:] != IGNORED).any(0)
+    any_target[:1] |= ~any_target.any()
+    return any_target.nonzero().flatten()
+
+
+def prepared(batch: Batch, multiple: int = 1, heads: bool = False) -> Batch:
     """Return a batch as the model runs it: input_ids, targets, position_ids, int64 [rows, tokens].
 
     Position t of the targets holds the token to predict there; shifted before any division of the sequence, or targets
-    at the edges would be lost. Rows are padded to a multiple of `multiple` tokens.
+    at the edges would be lost. Rows are padded to a multiple of `multiple` tokens. With `heads` also head_columns, the
+    positions at which logits are needed, int64 [positions].
     """
+    columns: Batch = {}
+    if heads:
+        known = batch.get("head_columns")
+        columns["head_columns"] = known if known is not None else head_columns(batch["labels"])
     rows, tokens = batch["input_ids"].shape
     ids, labels = padded(batch, rows, tokens + -tokens % multiple).values()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return {"input_ids": ids, "targets": pad(labels[:, 1:], (0, 1), value=IGNORED), "position_ids": positions}
+    targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return {"input_ids": ids, "targets": targets, "position_ids": positions, **columns}
 
 
 def padded(batch: Batch, rows: int, tokens: int) -> Batch:
@@ -350,8 +374,11 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     No attention mask is passed: rows are padded on the right, and under causal attention no token sees what is
     to its right, so padding changes nothing but keeps the kernels' fast paths open.
     """
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-    return loss_sum(output.logits, batch["targets"])
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    if "head_columns" not in batch:
+        return loss_sum(model(**inputs).logits, batch["targets"])
+    columns = batch["head_columns"]
+    return loss_sum(model(**inputs, logits_to_keep=columns).logits, batch["targets"][:, columns])
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ from trainers import batch as batching
 from trainers.batch import Counts, Window
 from trainers.data import TokenizedDataset, collate
 from trainers.diagnose import Running
-from trainers.engine import Batch
+from trainers.engine import Batch, head_columns, keeps_heads
 from trainers.prepare import TrialData
 from trainers.regions import DATA, region
-from trainers.shape import ModelShape
+from trainers.strategies import Setting
 
 
 class Feed:
@@ -56,7 +56,13 @@ class Feed:
         self._given = [ids]
         return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
 
-    def running(self, shape: ModelShape | None) -> Callable[[int], Running]:
+    def heads(self, ids: Sequence[int], only_targets: bool) -> int:
+        """Return for how many positions of a micro batch logits are made: all, or those at which a row has a target."""
+        if not only_targets:
+            return len(ids) * max((self._samples.lengths[i] for i in ids), default=0)
+        return len(ids) * len({int(t) for i in ids for t in self.data.train.sample(i)[1].nonzero()[0]})
+
+    def running(self, setting: Setting) -> Callable[[int], Running]:
         """Return what tells of the n-th micro batch of those given last."""
 
         def of(micro_step: int) -> Running:
@@ -65,7 +71,8 @@ class Feed:
                 return Running()
             longest = max(ids, key=lambda i: self._samples.lengths[i])
             train, tokens = self.data.train, self._samples.lengths[longest]
-            logits = len(ids) * tokens * shape.vocab_size if shape is not None else 0
+            heads = self.heads(ids, only_targets=keeps_heads(setting))
+            logits = heads * setting.shape.vocab_size if setting.shape is not None else 0
             return Running(f"{train.source}:{train.lines[longest]}, {tokens:,} tokens", logits)
 
         return of
@@ -78,4 +85,5 @@ class Feed:
         host = collate(dataset, ids, self.data.pad_id)
         if self._device.type != "cuda":
             return host
+        host["head_columns"] = head_columns(host["labels"])
         return {k: v.pin_memory().to(self._device, non_blocking=True) for k, v in host.items()}

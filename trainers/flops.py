@@ -25,31 +25,38 @@ class Flops:
         return Flops(self.model + other.model, self.hardware + other.hardware)
 
 
-def of_rows(lengths: Sequence[int], shape: ModelShape, learning: LearningConfig, recompute: str) -> Flops:
-    """Return the operations of one micro batch of rows with `lengths` non-pad tokens, padded to the longest."""
-    if not lengths:
+@dataclass(frozen=True)
+class Rows:
+    """A micro batch: the non-pad tokens of each row, its targets, and the positions at which logits are made."""
+
+    lengths: Sequence[int]
+    targets: int
+    heads: int
+
+
+def of_rows(rows: Rows, shape: ModelShape, learning: LearningConfig, recompute: str) -> Flops:
+    """Return the operations of one micro batch, its rows padded to the longest; the output head serves targets only."""
+    if not rows.lengths:
         return Flops()
-    padded = [max(lengths)] * len(lengths)
-    useful = sum(_forward(n, shape, learning) + _backward(n, shape, learning) for n in lengths)
-    done = sum(
-        _forward(n, shape, learning) + _backward(n, shape, learning) + _again(n, shape, learning, recompute)
-        for n in padded
-    )
-    return Flops(useful, done)
+    longest = max(rows.lengths)
+    useful = sum(_trained_on(n, shape, learning) for n in rows.lengths)
+    done = len(rows.lengths) * (_trained_on(longest, shape, learning) + _again(longest, shape, learning, recompute))
+    head = 2.0 * shape.vocab_size * shape.hidden_size * (3 if learning.adapter == "full" else 2)
+    return Flops(useful + head * rows.targets, done + head * rows.heads)
 
 
 def multiplier(shape: ModelShape, learning: LearningConfig) -> float:
     """Return the operations of a token's matrix products over those of full fine-tuning: 1, or about 2/3 for LoRA."""
-    everything, trained = _weights(shape, learning), _trained(shape, learning)
+    head = shape.vocab_size * shape.hidden_size
+    everything, trained = _weights(shape, learning) + head, _trained(shape, learning)
+    trained += head if learning.adapter == "full" else 0
     return (2 * everything + trained) / (3 * everything)
 
 
-def _forward(tokens: int, shape: ModelShape, learning: LearningConfig) -> float:
-    return 2.0 * tokens * _weights(shape, learning) + _attention(tokens, shape)
-
-
-def _backward(tokens: int, shape: ModelShape, learning: LearningConfig) -> float:
-    return 2.0 * tokens * (_weights(shape, learning) + _trained(shape, learning)) + 2 * _attention(tokens, shape)
+def _trained_on(tokens: int, shape: ModelShape, learning: LearningConfig) -> float:
+    """Return the operations of the blocks for a row, forward and backward."""
+    products = 2.0 * tokens * (2 * _weights(shape, learning) + _trained(shape, learning))
+    return products + 3 * _attention(tokens, shape)
 
 
 def _attention(tokens: int, shape: ModelShape) -> float:
@@ -79,8 +86,8 @@ def _products(shape: ModelShape, learning: LearningConfig) -> Iterator[int]:
 
 
 def _weights(shape: ModelShape, learning: LearningConfig) -> float:
-    """Return the weights that every token is multiplied with: blocks, output head, adapters; not the embedding."""
-    return shape.num_hidden_layers * sum(_products(shape, learning)) + shape.vocab_size * shape.hidden_size
+    """Return the weights of the blocks that every token is multiplied with, adapters among them."""
+    return shape.num_hidden_layers * sum(_products(shape, learning))
 
 
 def _trained(shape: ModelShape, learning: LearningConfig) -> float:

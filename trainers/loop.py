@@ -71,7 +71,7 @@ def train(
     prints = batching.fingerprints(updates, samples)
     feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device, system.arrangement)
     updates = [feed.arranged(window) for window in updates]
-    meter.batch = feed.running(setting.shape)
+    meter.batch = feed.running(setting)
     folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None
     found = checkpoint.latest(folder, world) if folder is not None else None
     identity = learning_identity(config, data)

@@ -15,7 +15,7 @@ from trainers import batch as batching
 from trainers import flops, hardware, split
 from trainers.batch import Counts, Window
 from trainers.config import TrialConfig
-from trainers.engine import Engine
+from trainers.engine import Engine, keeps_heads
 from trainers.feed import Feed
 from trainers.memory import MemoryMeter
 from trainers.noise import Machine, disturbances
@@ -62,6 +62,7 @@ class Probe:
             timed_s = time.perf_counter() - started
             parts, wall, busy = self._profiled(windows, keep)
             profiled_s = time.perf_counter() - started - timed_s
+            timed_s, profiled_s = self.world.max([timed_s, profiled_s])
         self.engine.restore(before)
         counts = [batching.count_window(w, samples, self.setting.plan.dp, self.feed.micro) for w in windows]
         done = [self._flops(w) for w in windows]
@@ -130,13 +131,18 @@ class Probe:
         return parts, sum(parts.values()), busy
 
     def _flops(self, window: Window) -> flops.Flops:
-        shape, system, samples = self.setting.shape, self.setting.system, self.feed.data.train.samples()
+        shape, system = self.setting.shape, self.setting.system
         if shape is None:
             return flops.Flops()
         shares = batching.split(window, self.setting.plan.dp, self.feed.micro)
-        rows = ([samples.lengths[i] for i in ids] for share in shares for ids in share)
+        rows = (self._rows(ids) for share in shares for ids in share)
         done = (flops.of_rows(r, shape, self.setting.learning, system.activation_checkpointing) for r in rows)
         return sum(done, flops.Flops())
+
+    def _rows(self, ids: Sequence[int]) -> flops.Rows:
+        samples = self.feed.data.train.samples()
+        heads = self.feed.heads(ids, only_targets=keeps_heads(self.setting))
+        return flops.Rows([samples.lengths[i] for i in ids], sum(samples.targets[i] for i in ids), heads)
 
     def _peak(self) -> float | None:
         """Return what the devices reach at most, all together."""

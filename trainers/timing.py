@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -91,6 +92,36 @@ def _speed_figures(speed: Speed, num_workers: int) -> dict[str, float]:
         figures["mfu"] = speed.model_flops / total / speed.peak_flops
         figures["hfu"] = speed.hardware_flops / total / speed.peak_flops
     return figures | {f"{part}_share": s / speed.profiled_step_s for part, s in speed.parts.items()}
+
+
+def doubts(result: TrialResult, precision: float) -> list[str]:
+    """Return what speaks against a job's figures, a phrase each. `precision`: what was asked of the step time."""
+    found = []
+    speed = result.speed
+    if speed is not None and speed.precision > precision:
+        known = f"± {speed.precision:.0%}" if math.isfinite(speed.precision) else "not at all"
+        found.append(f"its step time is known to {known}, {precision:.0%} was asked for (measure_seconds=… for longer)")
+    if speed is not None and speed.noisy_rounds:
+        found.append(f"{len(speed.noisy_rounds)} of {len(speed.rounds)} timed rounds were disturbed, and left out")
+    found += speed.disturbances if speed is not None else ()
+    for name, phase in result.memory.items():
+        for rank, m in enumerate(phase.ranks):
+            if m.allocated > m.reserved or (m.device_used and m.reserved > m.device_used):
+                order = f"allocated {m.allocated}, reserved {m.reserved}, in use {m.device_used or m.reserved} bytes"
+                found.append(f"memory of {name} on rank {rank} is out of order: {order}")
+            if m.retries:
+                found.append(
+                    f"the allocator gave memory back {m.retries} times in {name} on rank {rank}: it barely fits"
+                )
+    return found
+
+
+def impossible(figures: Mapping[str, float]) -> str:
+    """Say that a device was faster than it can be: then a figure is wrong; empty where none is."""
+    return next(
+        (f"{n} {figures[n]:.2f} is above 1: a measurement is wrong" for n in ("mfu", "hfu") if figures.get(n, 0) > 1),
+        "",
+    )
 
 
 def peak_phase(result: TrialResult) -> tuple[str, int] | None:

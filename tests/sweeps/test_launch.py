@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from sweeps import space
-from sweeps.launch import _fault, _tune_searcher
+from sweeps.launch import _fault, _tune_searcher, proved
 from sweeps.search import Ask
 from sweeps.spec import SweepSpec
 from sweeps.sweep import run_sweep
@@ -100,6 +100,35 @@ def test_more_workers_than_the_cluster_has_is_refused(cluster: str, tmp_path: Pa
     with pytest.raises(UserError, match=r"num_workers=3 needs 3 CPUs.*room for 2.*system\.num_workers=2"):
         run_sweep(spec_for(tmp_path, system__num_workers="3"), SilentScreen())
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_oom_of_one_rank_is_a_result_with_its_cause(cluster: str, store: str, tmp_path: Path) -> None:
+    """Rank 1 has room for the weights and gradients, and not for the optimizer's state; rank 0 loses its peer."""
+    spec = spec_for(
+        tmp_path,
+        system__num_workers="2",
+        system__micro_batch_size="8",
+        learning__learning_rate="3e-3",
+        memory_limit_gib="0.0036",
+        env={"MEMORY_LIMIT_RANK": "1", "MEMORY_LIMIT_PHASE": "first_optimizer_step"},
+    )
+    (outcome,) = run_sweep(spec, SilentScreen()).outcomes
+    assert (outcome.status, outcome.reason_kind) == ("OOM", "host_oom")
+    assert (outcome.phase, outcome.rank) == ("first_optimizer_step", 1)
+    assert "can't allocate memory" in outcome.reason
+    assert "what was growing: optimizer state" in outcome.details
+    assert "peak_memory_gib" not in outcome.metrics
+
+
+def test_a_killed_process_is_one_of_memory_only_where_the_kernel_counts_it() -> None:
+    killed = Fault("killed_unproved", "unknown", 1, "the worker process died")
+    assert proved(killed, 0, "host memory peak 1.00 of 2.00 GiB") is killed
+    found = proved(killed, 1, "host memory peak 1.99 of 2.00 GiB")
+    assert (found.kind, found.status) == ("host_oom", "OOM")
+    assert "oom_kill +1" in found.lines[0]
+    assert found.lines[1] == "host memory peak 1.99 of 2.00 GiB"
+    crash = Fault("crash", "forward", 0, "ValueError: bad")
+    assert proved(crash, 3, "") is crash
 
 
 class FakeDesk:

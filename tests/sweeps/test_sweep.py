@@ -288,13 +288,13 @@ def test_trials_that_should_differ_and_do_not_are_pointed_out() -> None:
     a = outcome("000", trial_config={"learning": {"learning_rate": 1e-5}}, **same)
     b = outcome("001", trial_config={"learning": {"learning_rate": 1e-2}}, **same)
     c = outcome("002", trial_config={"learning": {"learning_rate": 1e-5}}, **same)
-    assert any("000 and 001" in w for w in warnings([a, b]))
-    assert warnings([a, c]) == []
+    assert any("000 and 001" in w for w in warnings([a, b], 0.03))
+    assert warnings([a, c], 0.03) == []
     d = outcome("003", trial_config={"learning": {"learning_rate": 1e-5, "seq_len": 64}}, **same)
-    assert warnings([a, d]) == []  # rows that are shorter than both lengths
+    assert warnings([a, d], 0.03) == []  # rows that are shorter than both lengths
     # After one update alone the training losses are those of the base, and say nothing.
     one = [t.model_copy(update={"metrics": {"train_loss": 1.25, "eval_loss": e}}) for t, e in ((a, 1.5), (b, 1.4))]
-    assert warnings(one) == []
+    assert warnings(one, 0.03) == []
 
 
 def test_the_store_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

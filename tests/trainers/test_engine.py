@@ -286,6 +286,15 @@ def test_a_window_without_targets_is_zero_and_finite() -> None:
     assert (step.loss_sum, step.grad_norm) == (0.0, 0.0)
 
 
+def test_logits_are_made_where_a_row_has_a_target() -> None:
+    """Position t predicts token t + 1: targets 3 and 4 of one row and 4 of the other need positions 2 and 3."""
+    labels = torch.tensor([[-100, -100, -100, 7, 8, -100], [-100, -100, -100, -100, 9, -100]])
+    assert engines.head_columns(labels).tolist() == [2, 3]
+    assert engines.head_columns(torch.full((2, 4), -100)).tolist() == [0]  # one at least: the output head takes part
+    batch = engines.prepared({"input_ids": torch.zeros_like(labels), "labels": labels}, heads=True)
+    assert batch["targets"][:, batch["head_columns"]].tolist() == [[7, 8], [-100, 9]]
+
+
 def test_half_precision_logits_give_a_float32_loss() -> None:
     batch = engines.prepared(targets(*[1.0] * 300))
     logits = OneWeight()(**{k: batch[k] for k in ("input_ids", "position_ids")}, use_cache=False).logits.bfloat16()

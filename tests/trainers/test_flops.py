@@ -7,6 +7,7 @@ import pytest
 from sweeps.clusters import load_cluster, presets
 from trainers import flops, hardware
 from trainers.config import LearningConfig
+from trainers.flops import Rows
 from trainers.shape import ModelShape
 
 # One block of hidden 4, query 4, keys 2, mlp 8; vocabulary 10: q 16, k 8, v 8, o 16, gate 32, up 32, down 32 = 144.
@@ -19,21 +20,22 @@ ADAPTER = 8 + 6 + 6 + 8 + 12 + 12 + 12  # (in + out) of each
 
 def test_full_fine_tuning_is_six_operations_a_weight_and_token() -> None:
     attention = 3 * 4 * 5 * 5 * 4  # forward and twice that backward: 4 · tokens² · query
-    found = flops.of_rows([5], TINY, FULL, "none")
-    assert found.model == 6 * 5 * (BLOCK + HEAD) + attention
-    assert found.hardware == found.model
+    found = flops.of_rows(Rows([5], 2, 5), TINY, FULL, "none")
+    assert found.model == 6 * 5 * BLOCK + 6 * 2 * HEAD + attention  # logits are asked for at the 2 targets
+    assert found.hardware == 6 * 5 * (BLOCK + HEAD) + attention  # and were made at all 5 positions
 
 
 def test_padding_is_computed_and_not_useful() -> None:
-    assert flops.of_rows([5, 2], TINY, FULL, "none").hardware == 2 * flops.of_rows([5], TINY, FULL, "none").model
-    both = flops.of_rows([5], TINY, FULL, "none") + flops.of_rows([2], TINY, FULL, "none")
-    assert flops.of_rows([5, 2], TINY, FULL, "none").model == both.model
+    one = flops.of_rows(Rows([5], 2, 5), TINY, FULL, "none")
+    assert flops.of_rows(Rows([5, 2], 3, 10), TINY, FULL, "none").hardware == 2 * one.hardware
+    both = flops.of_rows(Rows([5], 2, 5), TINY, FULL, "none") + flops.of_rows(Rows([2], 1, 2), TINY, FULL, "none")
+    assert flops.of_rows(Rows([5, 2], 3, 10), TINY, FULL, "none").model == both.model
 
 
 def test_frozen_weights_need_no_weight_gradient() -> None:
     attention = 3 * 4 * 5 * 5 * 4
-    all_weights = BLOCK + HEAD + ADAPTER
-    assert flops.of_rows([5], TINY, LORA, "none").model == 5 * (4 * all_weights + 2 * ADAPTER) + attention
+    blocks = 5 * (4 * (BLOCK + ADAPTER) + 2 * ADAPTER)
+    assert flops.of_rows(Rows([5], 2, 5), TINY, LORA, "none").model == blocks + 2 * 4 * HEAD + attention
 
 
 def test_the_multiplier_of_lora() -> None:
@@ -47,7 +49,7 @@ def test_the_multiplier_of_lora() -> None:
 
 
 def test_recomputation_is_hardware_only() -> None:
-    none, selective, full = (flops.of_rows([5], TINY, FULL, mode) for mode in ("none", "selective", "full"))
+    none, selective, full = (flops.of_rows(Rows([5], 2, 5), TINY, FULL, mode) for mode in ("none", "selective", "full"))
     assert none.model == selective.model == full.model
     # All but the last product, and attention.
     assert full.hardware - none.hardware == 2 * 5 * (BLOCK - 32) + 4 * 25 * 4
@@ -58,7 +60,7 @@ def test_recomputation_is_hardware_only() -> None:
 def test_a_published_step() -> None:
     """notes of the design: Llama-3-8B, 2,048 tokens: 3.294e13 forward, full recomputation 3.72 % less than forward."""
     llama = ModelShape("llama-3-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192, False)
-    found = flops.of_rows([2048], llama, FULL, "none")
+    found = flops.of_rows(Rows([2048], 2048, 2048), llama, FULL, "none")
     assert found.model == pytest.approx(3 * 3.294e13, rel=2e-3)
 
 

@@ -41,6 +41,7 @@ def preset(stem: str) -> ModelShape:
         ("llama-3.2-1b", 1_235_814_400, None),
         ("llama-3.1-8b", 8_030_261_248, None),
         ("mistral-7b-v0.3", 7_248_023_552, None),
+        ("smollm2-135m", 134_515_008, None),
     ],
 )
 def test_published_parameter_counts(stem: str, total: int, published_without_embeddings: float | None) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 
 import pytest
 
+from tests.rank_pool import RankPool
 from tests.trainers.tiny import config, data, train_here
 from trainers import batch
 from trainers.batch import Samples
 from trainers.prepare import TrialData
-from trainers.result import Speed, TrialResult
+from trainers.result import Accounts, PhaseMemory, RankMemory, Speed, TrialResult
 from trainers.speed import half_width, noisy, quiet
 from trainers.split import PARTS
-from trainers.timing import summarize
+from trainers.timing import doubts, impossible, summarize
 
 SPEED = Speed(
     rounds=((1.0, 3.0), (1.0, 3.0), (2.0, 8.0)),
@@ -99,6 +101,32 @@ def test_arranging_by_length_changes_no_loss_and_saves_padding(tokens: TrialData
     assert [u.grad_norm for u in sorted_.updates] == pytest.approx([u.grad_norm for u in drawn.updates], rel=1e-4)
     assert sorted_.fingerprints == drawn.fingerprints
     assert sum(u.slots for u in sorted_.updates) < sum(u.slots for u in drawn.updates)
+
+
+def test_what_speaks_against_a_figure() -> None:
+    result = TrialResult("budget", (), (), (), {}, 0, (), {}, 2, {}, speed=SPEED)
+    assert doubts(result, 0.03) == ["1 of 3 timed rounds were disturbed, and left out"]
+    told = doubts(dataclasses.replace(result, speed=dataclasses.replace(SPEED, precision=0.5)), 0.03)
+    assert told[0].startswith("its step time is known to ± 50%, 3% was asked for")
+    out_of_order = PhaseMemory((RankMemory(20, 10, Accounts(temporary=20)),))
+    (told_1,) = doubts(dataclasses.replace(result, speed=None, memory={"forward": out_of_order}), 0.03)
+    assert told_1.startswith("memory of forward on rank 0 is out of order: allocated 20, reserved 10")
+
+
+def test_above_the_peak_is_an_error() -> None:
+    assert impossible({"mfu": 0.4, "hfu": 0.5}) == ""
+    assert impossible({"mfu": 0.9, "hfu": 1.2}) == "hfu 1.20 is above 1: a measurement is wrong"
+
+
+def test_ranks_wait_for_each_other(tokens: TrialData, ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(2).run(train_here, config(2, 2, run={"measure_seconds": 0.01}), tokens)
+    first, second = (r.speed for r in results)
+    assert first == second
+    assert first is not None
+    assert first.parts["collective"] > 0
+    assert sum(first.parts.values()) == pytest.approx(first.profiled_step_s)
+    assert len(first.busy_s) == 2
+    assert max(first.busy_s) < first.profiled_step_s
 
 
 def test_measuring_changes_nothing_of_what_is_learned(tokens: TrialData) -> None:

@@ -128,6 +128,10 @@ class Strategy(ABC):
     def gradient_divisor(self, setting: Setting) -> int:
         """Return what the reduction divides the gradient sum by; the loss is multiplied by it to undo it."""
 
+    def keeps_gradients(self, setting: Setting) -> bool:
+        """Tell whether gradients stay between updates, as zeros: where they are views of buffers that stay anyway."""
+        return False
+
     def optimizer(
         self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:

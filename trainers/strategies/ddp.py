@@ -53,6 +53,10 @@ class DDP(Strategy):
             set_sync(last)
         yield
 
+    def keeps_gradients(self, setting: Setting) -> bool:
+        # Without them the micro steps before the last would make gradients of their own, beside the buckets.
+        return _plain(setting) and setting.plan.world > 1
+
     def gradient_divisor(self, setting: Setting) -> int:
         return setting.plan.dp if _plain(setting) else 1
 

@@ -80,6 +80,9 @@ class Zero(Strategy):
     def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         return STRATEGIES["ddp"].accumulating(wrapped, last)
 
+    def keeps_gradients(self, setting: Setting) -> bool:
+        return setting.options["zero_engine"] == "torch" and STRATEGIES["ddp"].keeps_gradients(setting)
+
     def gradient_divisor(self, setting: Setting) -> int:
         return setting.plan.dp
 
