@@ -2,7 +2,8 @@
 
 Run:    python benchmarks/gpu_check.py                            # a Qwen3-0.6B-shaped model in bfloat16, on one GPU
         python benchmarks/gpu_check.py --model embedded --device cpu     # the same cases, small, anywhere
-Takes:  about five minutes on an H100. Prints a line a case, and exits with 1 where one fails.
+Takes:  about five minutes on an H100. Prints a line a case, and exits with 1 where one fails. Then memory by account,
+        speed and mfu of some configurations, and a real out-of-memory (--part measure), written to results/.
 Reads:  `loss` and `norm`, relative differences of the first updates from one process in float32; `limit`, four times
         what the order of the samples changes in the case's own dtype; the peak of memory; and the rate of tokens.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_memory import measure
 from trainers import model
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig, from_tree
 from trainers.job import run_rank
@@ -57,11 +59,18 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-0.6b", help="embedded, a preset of search_spaces/models, or a folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--part", default="all", choices=("all", "check", "measure"))
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a row, of the part measure")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     chosen = parser.parse_args()
     world = current(chosen.device)
     with located(chosen.model) as folder:
-        return check(folder, chosen.dtype, chosen.only, world)
+        status = check(folder, chosen.dtype, chosen.only, world) if chosen.part in ("all", "check") else 0
+        if chosen.part in ("all", "measure"):
+            shape = model.shape(folder)
+            vocabulary = shape.vocab_size if shape is not None else 256
+            status |= not measure(folder, vocabulary, chosen.seq_len, world)
+        return status
 
 
 def check(folder: str, dtype: str, only: str, world: World) -> int:

@@ -40,6 +40,7 @@ class Advice:
 
 def advise(outcomes: Sequence[TrialOutcome], shape: ModelShape | None) -> list[Advice]:
     """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed."""
+    outcomes = [o for o in outcomes if o.repeats is None]
     found = [a for o in outcomes for a in (_of_memory(o, shape), _of_time(o)) if a is not None]
     return [_checked(advice, outcomes) for advice in found]
 

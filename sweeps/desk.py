@@ -23,6 +23,7 @@ from trainers.timing import impossible, peak_phase, summarize
 
 SAME_FAILURES = 3  # identical failures in a row, with nothing completed, that end a sweep
 REFERENCE_SHARE = 0.5  # a derived target is what the first trial reaches with this share of its tokens
+RATE = "target_tokens_per_second"
 REFERENCE_TRIES = 3  # candidates that may serve as the reference before the sweep goes on without a target
 
 
@@ -79,6 +80,8 @@ class SweepDesk:
             return Ask.WAIT  # every later trial needs the target that this one sets
         if self._spent():
             return Ask.FINISHED if not self._running else Ask.WAIT
+        if (again := self._to_remeasure()) is not None:
+            return self._remeasure(again) if again.num_workers <= free_workers else Ask.WAIT
         answer: Candidate | Ask = self._waiting or self.searcher.ask()
         self._waiting = None
         if isinstance(answer, Ask):
@@ -103,7 +106,8 @@ class SweepDesk:
             outcome = self._outcome(job, candidate, ending, measured)  # now with the target that it set
         with signals.held():
             self.journal.append(outcome)
-            self.searcher.tell(outcome)
+            if outcome.repeats is None:
+                self.searcher.tell(outcome)
             self.recorder.record(outcome)
             self.screen.ended(outcome)
 
@@ -129,7 +133,7 @@ class SweepDesk:
 
     @property
     def _finished(self) -> int:
-        return sum(not o.cut_short for o in self.journal.outcomes)
+        return sum(not o.cut_short and o.repeats is None for o in self.journal.outcomes)
 
     def _spent(self) -> bool:
         budget, outcomes = self.spec.budget, self.journal.outcomes
@@ -177,6 +181,29 @@ class SweepDesk:
         self.screen.started(job, candidate)
         return job
 
+    def _to_remeasure(self) -> TrialOutcome | None:
+        """Return the fastest trial so far, where it is time to see whether the machine is still as fast."""
+        every, outcomes = self.spec.remeasure_every, self.journal.outcomes
+        since = list(itertools.takewhile(lambda o: o.repeats is None, reversed(outcomes)))
+        ran = [o for o in outcomes if o.competes and o.metrics.get(RATE)]
+        if not every or not self.spec.measure_seconds or len(since) < every or not ran or not self.searcher.untried:
+            return None
+        if any(c.id in {o.candidate_id for o in ran} for c in self._running.values()):
+            return None  # it is being timed
+        return max(ran, key=lambda o: o.metrics[RATE])
+
+    def _remeasure(self, outcome: TrialOutcome) -> Job:
+        candidate = next(c for c in self.searcher.candidates if c.id == outcome.candidate_id)
+        run = {**outcome.trial_config["run"], "target_eval_loss": None, "max_updates": 1, "proof": "none"}
+        config = {**outcome.trial_config, "run": run}
+        seq_len = int(candidate.learning["seq_len"])
+        job = Job(
+            self._next_id(), 1, candidate.id, candidate.num_workers, seq_len, config, time.time(), outcome.trial_id
+        )
+        self._running[job.trial_id] = candidate
+        self.screen.started(job, candidate)
+        return job
+
     def _proof_of(self, candidate: Candidate) -> str:
         """Return how a trial proves itself: the first of a learning configuration also measures what is right."""
         wanted = self.spec.proof
@@ -187,9 +214,12 @@ class SweepDesk:
         cut_short = [o for o in self.journal.outcomes if o.candidate_id == candidate.id and o.cut_short]
         if cut_short:
             return cut_short[-1].trial_id, cut_short[-1].attempt + 1
+        return self._next_id(), 1
+
+    def _next_id(self) -> str:
         # After the highest: with trials side by side an interrupt leaves gaps, and an id is never given twice.
         taken = [int(trial) for trial in (*(o.trial_id for o in self.journal.outcomes), *self._running)]
-        return f"{max(taken, default=-1) + 1:03d}", 1
+        return f"{max(taken, default=-1) + 1:03d}"
 
     def _outcome(self, job: Job, candidate: Candidate, ending: Ending, measured: TrialResult | None) -> TrialOutcome:
         known: dict[str, Any] = {
@@ -200,6 +230,8 @@ class SweepDesk:
             "started_at": job.started_at,
             "ended_at": time.time(),
             "num_workers": candidate.num_workers,
+            "kind": "probe" if job.repeats else "quality",
+            "repeats": job.repeats,
             "trial_config": dict(job.config),
             "config": {**candidate.flat, "gradient_accumulation_steps": candidate.gradient_accumulation_steps},
         }
@@ -230,7 +262,7 @@ class SweepDesk:
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}
         peak = peak_phase(measured)
-        status, kind, reason = verdict(measured, self.target)
+        status, kind, reason = verdict(measured, self.target if job.repeats is None else None)
         return TrialOutcome(
             **known,
             status=status,
@@ -258,7 +290,7 @@ class SweepDesk:
 
     def _derive_target(self, outcome: TrialOutcome) -> None:
         """Without a target in the spec, the first trial that learns sets it for all."""
-        if self.target is not None or self._references_tried >= REFERENCE_TRIES or outcome.cut_short:
+        if self.target is not None or self._references_tried >= REFERENCE_TRIES or outcome.cut_short or outcome.repeats:
             return
         self._references_tried += 1
         measured = outcome.measured

@@ -37,6 +37,8 @@ class TrialOutcome(Frozen):
     candidate_id: str
     attempt: int = 1
     kind: Literal["probe", "quality", "confirmation"] = "quality"
+    repeats: str | None = None
+    """the trial whose configuration was only timed again: a probe for drift, no trial of the search"""
     status: Status
     reason_kind: ReasonKind | None = None
     reason: str = ""
@@ -79,7 +81,7 @@ class TrialOutcome(Frozen):
     @property
     def competes(self) -> bool:
         """Tell whether the trial may be on the frontier: it ran through, and took the steps that it should have."""
-        return self.status == "COMPLETED" and not self.differs
+        return self.status == "COMPLETED" and not self.differs and self.repeats is None
 
     @property
     def cut_short(self) -> bool:

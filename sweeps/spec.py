@@ -202,6 +202,8 @@ class SweepSpec(Frozen):
     same in all trials. 0: training itself is timed, and there is no split of the step"""
     precision: float = Field(default=0.03, gt=0)
     """it stops earlier once the 95 % confidence interval of the step time is within this, relatively"""
+    remeasure_every: int = Field(default=10, ge=0)
+    """after so many trials the fastest one so far is timed again, which shows whether the machine drifts; 0: never"""
     trace: Literal["none", "memory", "time"] = "none"
     """keep a trace of every trial under runs/<sweep id>/traces: of memory, or of time for Perfetto"""
     memory_limit_gib: float | None = Field(default=None, gt=0)

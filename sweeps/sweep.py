@@ -273,7 +273,7 @@ def warnings(outcomes: Sequence[TrialOutcome], precision: float) -> list[str]:
                 f"trials {other.trial_id} and {outcome.trial_id} differ in what they learn but have the same "
                 "loss to the last digit: does the setting reach the trainer?"
             )
-    found += sample_faults(outcomes)
+    found += drifts(outcomes) + sample_faults(outcomes)
     for outcome in outcomes:
         measured = outcome.measured
         doubted = doubts(measured, precision) if measured is not None else []
@@ -281,6 +281,24 @@ def warnings(outcomes: Sequence[TrialOutcome], precision: float) -> list[str]:
             found.append(f"trial {outcome.trial_id}: {'; '.join(doubted)}")
     differ = [(o.trial_id, o.parity.why) for o in outcomes if o.parity is not None and o.differs]
     return found + [f"trial {trial} SEMANTICS_DIFFER, and is kept off the frontier: {why}" for trial, why in differ]
+
+
+def drifts(outcomes: Sequence[TrialOutcome]) -> list[str]:
+    """Return where a trial that was timed again was not as fast as before, by more than both intervals."""
+    by_id, found = {o.trial_id: o for o in outcomes}, []
+    for again in (o for o in outcomes if o.repeats is not None):
+        first = by_id.get(again.repeats or "", again)
+        rates = [o.metrics.get("target_tokens_per_second") for o in (first, again)]
+        if rates[0] is None or rates[1] is None:
+            continue
+        change = rates[1] / rates[0] - 1
+        known = sum(o.metrics.get("step_time_precision", 0.0) for o in (first, again))
+        if abs(change) > known:
+            found.append(
+                f"trial {first.trial_id}, timed again as {again.trial_id}, is {change:+.0%} against before: the "
+                f"machine drifts, and trials far apart in time compare no better than that"
+            )
+    return found
 
 
 def sample_faults(outcomes: Sequence[TrialOutcome]) -> list[str]:

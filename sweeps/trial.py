@@ -21,6 +21,7 @@ class Job:
     seq_len: int
     config: Mapping[str, Any]  # a TrialConfig's tree
     started_at: float
+    repeats: str | None = None  # the trial that is only timed again
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

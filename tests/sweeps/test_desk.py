@@ -11,6 +11,7 @@ from sweeps.journal import Journal
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.search import SEARCHERS
+from sweeps.sweep import drifts
 from sweeps.trial import Job
 from tests.sweeps.silent import SilentScreen
 
@@ -28,9 +29,9 @@ def failed(trial_id: str, candidate_id: str) -> TrialOutcome:
     )  # fmt: skip
 
 
-def desk_after(outcomes: list[TrialOutcome], folder: Path) -> SweepDesk:
+def desk_after(outcomes: list[TrialOutcome], folder: Path, more: dict[str, object] | None = None) -> SweepDesk:
     """A resumed sweep of six candidates, c0 to c5, with these outcomes in its journal."""
-    spec = space.load("lora_small", {"target_eval_loss": "3.0", "budget.trials": None})
+    spec = space.load("lora_small", {"target_eval_loss": "3.0", "budget.trials": None, **(more or {})})
     learning = {"seq_len": 64, "learning_rate": 1e-3}
     candidates = [Candidate(f"c{i}", learning, {"num_workers": 1, "micro_batch_size": 1 + i}, 1) for i in range(6)]
     journal = Journal(folder)
@@ -70,3 +71,42 @@ def test_what_failed_before_a_resume_does_not_end_it(tmp_path: Path) -> None:
     job = desk.next(4)
     assert isinstance(job, Job)
     assert job.candidate_id == "c3"
+
+
+def timed(trial_id: str, candidate_id: str, rate: float, **more: object) -> TrialOutcome:
+    """A trial that completed at `rate` target tokens a second, known to 2 %."""
+    changes = {
+        "status": "COMPLETED", "reason_kind": None, "reason": "", "phase": None,
+        "trial_config": {"run": {"proof": "steps"}},
+        "metrics": {"target_tokens_per_second": rate, "step_time_precision": 0.02}, **more,
+    }  # fmt: skip
+    return failed(trial_id, candidate_id).model_copy(update=changes)
+
+
+def test_the_fastest_is_timed_again_after_so_many_trials(tmp_path: Path) -> None:
+    three = [timed("000", "c0", 100.0), timed("001", "c1", 300.0), timed("002", "c2", 200.0)]
+    desk = desk_after(three, tmp_path, {"remeasure_every": 3})
+    again = desk.next(4)
+    assert isinstance(again, Job)
+    assert (again.trial_id, again.candidate_id, again.repeats) == ("003", "c1", "001")
+    assert again.config["run"] == {"proof": "none", "target_eval_loss": None, "max_updates": 1}
+    following = desk.next(4)
+    assert isinstance(following, Job)
+    assert (following.trial_id, following.candidate_id, following.repeats) == ("004", "c3", None)
+
+
+def test_a_repeat_is_no_trial_of_the_search(tmp_path: Path) -> None:
+    repeat = timed("001", "c0", 100.0, repeats="000", kind="probe")
+    desk = desk_after([timed("000", "c0", 100.0), repeat], tmp_path, {"remeasure_every": 1})
+    assert not repeat.competes
+    assert desk.trials_left() == 5
+    following = desk.next(4)
+    assert isinstance(following, Job)
+    assert following.candidate_id == "c1"  # the last one was a repeat: none is due
+
+
+def test_drift_is_told_where_it_is_more_than_both_intervals() -> None:
+    first = timed("000", "c0", 100.0)
+    assert drifts([first, timed("001", "c0", 97.0, repeats="000")]) == []
+    (told,) = drifts([first, timed("001", "c0", 90.0, repeats="000")])
+    assert told.startswith("trial 000, timed again as 001, is -10% against before")
