@@ -125,18 +125,24 @@ def split(window: Window, dp: int, micro_batch_size: int) -> list[list[tuple[int
     return [[share[s * micro_batch_size : (s + 1) * micro_batch_size] for s in range(steps)] for share in shares]
 
 
-def count(micro_batch: Sequence[int], samples: Samples) -> Counts:
-    """Count one micro batch padded to its longest sample."""
+def count(micro_batch: Sequence[int], samples: Samples, padded_to: int = 0) -> Counts:
+    """Count one micro batch padded to its longest sample, or to `padded_to` tokens if that is more."""
     lengths = [samples.lengths[i] for i in micro_batch]
     if not lengths:
         return Counts()
-    return Counts(max(lengths) * len(lengths), sum(lengths), sum(samples.targets[i] for i in micro_batch))
+    return Counts(max(*lengths, padded_to) * len(lengths), sum(lengths), sum(samples.targets[i] for i in micro_batch))
 
 
-def count_window(window: Window, samples: Samples, dp: int, micro_batch_size: int) -> Counts:
-    """Count a window over all its ranks and micro batches."""
-    micro_batches = (m for share in split(window, dp, micro_batch_size) for m in share)
-    return sum((count(m, samples) for m in micro_batches), Counts())
+def count_window(window: Window, samples: Samples, dp: int, micro_batch_size: int, alike: bool = False) -> Counts:
+    """Count a window over all its ranks and micro batches; `alike`: of a rank all have one length, as in a pipeline."""
+    shares = split(window, dp, micro_batch_size)
+    counted = (count(m, samples, longest(share, samples) if alike else 0) for share in shares for m in share)
+    return sum(counted, Counts())
+
+
+def longest(share: Sequence[Sequence[int]], samples: Samples) -> int:
+    """Return the length of the longest sample of some micro batches."""
+    return max((samples.lengths[i] for ids in share for i in ids), default=0)
 
 
 def worst_micro_batch(updates: Sequence[Window], samples: Samples, dp: int, micro_batch_size: int) -> tuple[int, ...]:

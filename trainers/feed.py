@@ -28,10 +28,12 @@ class Feed:
         micro_batch_size: int,
         device: torch.device,
         arrangement: Literal["length", "drawn"] = "drawn",
+        alike: bool = False,
     ) -> None:
+        """`alike`: the engine pads all micro batches of a window to one length, as a pipeline does."""
         self.data, self.micro = data, micro_batch_size
         self._dp, self._dp_rank, self._device, self._arrangement = dp, dp_rank, device, arrangement
-        self._samples = data.train.samples()
+        self.alike, self._samples = alike, data.train.samples()
         self._given: list[tuple[int, ...]] = []  # the latest micro batches
         held = data.eval.samples()
         longest_first = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
@@ -42,9 +44,12 @@ class Feed:
         """Return this rank's micro batches, and the counts of the whole window over all ranks."""
         with region(DATA):
             mine = batching.split(window, self._dp, self.micro)[self._dp_rank]
-            counts = batching.count_window(window, self._samples, self._dp, self.micro)
             self._given = mine
-            return [self.batch(self.data.train, ids) for ids in mine], counts
+            return [self.batch(self.data.train, ids) for ids in mine], self.count(window)
+
+    def count(self, window: Window) -> Counts:
+        """Return the counts of a window over all ranks."""
+        return batching.count_window(window, self._samples, self._dp, self.micro, self.alike)
 
     def arranged(self, window: Window) -> Window:
         """Return a window in the order in which it is split."""
@@ -59,7 +64,7 @@ class Feed:
     def heads(self, ids: Sequence[int], only_targets: bool) -> int:
         """Return for how many positions of a micro batch logits are made: all, or those at which a row has a target."""
         if not only_targets:
-            return len(ids) * max((self._samples.lengths[i] for i in ids), default=0)
+            return batching.count(ids, self._samples).slots
         return len(ids) * len({int(t) for i in ids for t in self.data.train.sample(i)[1].nonzero()[0]})
 
     def running(self, setting: Setting) -> Callable[[int], Running]:

@@ -27,18 +27,22 @@ class Flops:
 
 @dataclass(frozen=True)
 class Rows:
-    """A micro batch: the non-pad tokens of each row, its targets, and the positions at which logits are made."""
+    """A micro batch: the non-pad tokens of each row, its targets, and the positions at which logits are made.
+
+    Its rows are padded to the longest, or to `padded_to` tokens if that is more.
+    """
 
     lengths: Sequence[int]
     targets: int
     heads: int
+    padded_to: int = 0
 
 
 def of_rows(rows: Rows, shape: ModelShape, learning: LearningConfig, recompute: str) -> Flops:
-    """Return the operations of one micro batch, its rows padded to the longest; the output head serves targets only."""
+    """Return the operations of one micro batch; the output head serves targets only."""
     if not rows.lengths:
         return Flops()
-    longest = max(rows.lengths)
+    longest = max(*rows.lengths, rows.padded_to)
     useful = sum(_trained_on(n, shape, learning) for n in rows.lengths)
     done = len(rows.lengths) * (_trained_on(longest, shape, learning) + _again(longest, shape, learning, recompute))
     head = 2.0 * shape.vocab_size * shape.hidden_size * (3 if learning.adapter == "full" else 2)

@@ -69,7 +69,7 @@ def train(
         samples, learning.global_batch_size, learning.seed, max_tokens=config.run.max_tokens, epochs=config.run.epochs
     )
     prints = batching.fingerprints(updates, samples)
-    feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device, system.arrangement)
+    feed = Feed(data, plan.dp, layout.dp_rank, system.micro_batch_size, world.device, system.arrangement, plan.pp > 1)
     updates = [feed.arranged(window) for window in updates]
     meter.batch = feed.running(setting)
     folder = Path(config.run.output_dir) / "checkpoints" if config.run.output_dir else None

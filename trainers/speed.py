@@ -64,7 +64,7 @@ class Probe:
             profiled_s = time.perf_counter() - started - timed_s
             timed_s, profiled_s = self.world.max([timed_s, profiled_s])
         self.engine.restore(before)
-        counts = [batching.count_window(w, samples, self.setting.plan.dp, self.feed.micro) for w in windows]
+        counts = [self.feed.count(w) for w in windows]
         done = [self._flops(w) for w in windows]
         total = sum(counts, Counts())
         return Speed(
@@ -135,14 +135,17 @@ class Probe:
         if shape is None:
             return flops.Flops()
         shares = batching.split(window, self.setting.plan.dp, self.feed.micro)
-        rows = (self._rows(ids) for share in shares for ids in share)
+        rows = (self._rows(ids, share) for share in shares for ids in share)
         done = (flops.of_rows(r, shape, self.setting.learning, system.activation_checkpointing) for r in rows)
         return sum(done, flops.Flops())
 
-    def _rows(self, ids: Sequence[int]) -> flops.Rows:
+    def _rows(self, ids: Sequence[int], share: Sequence[Sequence[int]]) -> flops.Rows:
         samples = self.feed.data.train.samples()
-        heads = self.feed.heads(ids, only_targets=keeps_heads(self.setting))
-        return flops.Rows([samples.lengths[i] for i in ids], sum(samples.targets[i] for i in ids), heads)
+        lengths, targets = [samples.lengths[i] for i in ids], sum(samples.targets[i] for i in ids)
+        if keeps_heads(self.setting):
+            return flops.Rows(lengths, targets, self.feed.heads(ids, only_targets=True))
+        longest = batching.longest(share, samples) if self.feed.alike else max(lengths, default=0)
+        return flops.Rows(lengths, targets, longest * len(ids), longest)
 
     def _peak(self) -> float | None:
         """Return what the devices reach at most, all together."""

@@ -116,6 +116,13 @@ def test_updates_by_tokens_repeat_the_data(max_tokens: int, count: int) -> None:
     assert [w.epoch for w in updates] == [k // 2 for k in range(count)]
 
 
+def test_a_pipelines_micro_batches_have_one_length() -> None:
+    """Rows of 3, 10, 4 and 5 tokens in micro batches of two on one rank: 4 rows of 10 slots, not 2 of 10 and 2 of 5."""
+    samples, window = Samples([3, 10, 4, 5], [1] * 4), Window(0, 0, (0, 1, 2, 3))
+    assert batch.count_window(window, samples, 1, 2).slots == 30
+    assert batch.count_window(window, samples, 1, 2, alike=True) == Counts(40, 22, 4)
+
+
 def test_the_worst_micro_batch_has_the_most_slots() -> None:
     samples = Samples([2, 9, 4, 4], [1] * 4)
     updates = [Window(0, 0, (0, 2, 1, 3))]
