@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import statistics
 import sys
@@ -48,7 +47,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         save_random(SHAPE, Path(folder))
         found = overhead(folder, chosen.pairs, world)
-    print(json.dumps({**found, "measuring_share": measuring_share(world)}))
+        share = measuring_share(folder, world)
+    print(json.dumps({**found, "measuring_share": share}))
     return 0
 
 
@@ -120,15 +120,16 @@ def drawn(world: World) -> list[Batch]:
     return batches
 
 
-def measuring_share(world: World) -> float:
-    """Return the share of traced and profiled steps in what a job of the embedded model spends on measuring."""
+def measuring_share(folder: str, world: World) -> float:
+    """Return the share of traced and profiled steps in what a job spends on measuring."""
     config = TrialConfig(
+        model=folder,
         learning=LearningConfig(),
         system=SystemConfig(micro_batch_size=4),
         run=RunConfig(device=world.device.type, measure_seconds=20.0, max_updates=1),  # type: ignore[arg-type]
     )
     data = prepare(config, model.tokenizer("embedded"))[config.learning.seq_len]
-    result = run_rank(dataclasses.replace(config), data, world)
+    result = run_rank(config, data, world)
     assert result.speed is not None
     apart = result.seconds["rehearsal"] + result.speed.profiled_s
     return apart / (apart + result.speed.timed_s)

@@ -173,18 +173,17 @@ def rehearse(
 ) -> None:
     """Do two updates and an evaluation on the largest micro batch of the run, then undo them.
 
-    With accumulation the batch is taken twice in an update: the second forward pass runs beside the gradients.
-
-    The first update allocates the optimizer's state, the second runs with all of it: memory is known before time is
-    spent, on the batch where it peaks. It also warms up kernels and allocator, so timed updates start warm.
+    The first update allocates the optimizer's state, the second runs with all of it, and with accumulation takes the
+    batch twice: its second forward pass runs beside the gradients. Memory is known before time is spent, on the batch
+    where it peaks. It also warms up kernels and allocator, so timed updates start warm.
     """
     before = engine.snapshot()
     batch, targets = feed.worst(updates)
     steps = min(2, accumulation)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), meter.tracing(engine.owned):
-        for _ in range(2):
-            engine.step([batch] * steps, targets * steps, meter)
+        engine.step([batch], targets, meter)
+        engine.step([batch] * steps, targets * steps, meter)
         with meter.phase("eval"):
             engine.evaluate(itertools.islice(feed.evaluation(), 1))
     engine.restore(before)

@@ -25,7 +25,7 @@ from trainers.strategies import Setting
 from trainers.timing import Stopwatch
 
 WINDOWS = 2  # two optimizer steps at least, on different batches
-LEAST_ROUNDS, MOST_ROUNDS = 3, 50
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 NOISY = 1.2  # a window that takes so many times its median was disturbed
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal distribution's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,

@@ -65,7 +65,7 @@ def profiled(device: torch.device) -> Iterator[Any]:
     """Run torch's profiler over what is inside; `steps_of` reads it afterwards."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or it prints when it starts and stops
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, acc_events=True) as profiler:
+    with profile(activities=activities) as profiler:
         yield profiler
 
 
