@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(spec: SweepSpec, journal: Journal | None) -> int:
     """Run the sweep with a screen and print its report."""
-    from sweeps.screen import TerminalScreen, print_report
+    from sweeps.printed import print_report
+    from sweeps.screen import TerminalScreen
     from sweeps.sweep import run_sweep
 
     screen = TerminalScreen(spec)

@@ -239,6 +239,8 @@ class NativeEngine(Engine):
         self._forget_gathered()
         for p, saved in zip(self._trained, snapshot, strict=True):
             local(p).copy_(saved)
+        # Not zeros: torch gives an optimizer that has none the state to load into only where there are no gradients.
+        self.optimizer.zero_grad(set_to_none=True)
         self.reset_optimizer()
 
     def save(self, folder: Path) -> None:

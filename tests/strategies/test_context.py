@@ -21,7 +21,7 @@ from trainers.memory import MemoryMeter
 from trainers.plan import Plan
 from trainers.ranks import current
 from trainers.shape import ModelShape
-from trainers.strategies import DIMENSIONS, STRATEGIES, Setting, illegal
+from trainers.strategies import DIMENSIONS, STRATEGIES, Setting
 
 Ranks = Callable[[int], RankPool]
 ROW = (5, 3, 9, 4, 8, 2, 7)  # 6 of them are targets: all but the first
@@ -116,7 +116,7 @@ def test_what_is_illegal_is_said_in_one_sentence(system: dict[str, Any], shape: 
     chosen = cell(**system)
     plan = Plan.of(chosen.system.num_workers, cp=chosen.system.cp)
     model = ModelShape(**{**vars(SHAPES["llama"]), **shape})
-    (found,) = illegal(Setting(LearningConfig(), chosen.system, plan, model, "cpu"))
+    (found,) = DIMENSIONS["cp"].validate(Setting(LearningConfig(), chosen.system, plan, model, "cpu"))
     assert rule in found
 
 
