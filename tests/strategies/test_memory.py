@@ -47,7 +47,9 @@ def cell_of(tree: dict[str, object], adapter: str = "full") -> Cell:
     return Cell(system, adapter, "llama")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=pytest.mark.slow) if w in ("zero 1", "torch 1") else w for w in WAYS]
+)
 def test_each_rank_keeps_its_share(way: str, models: Path, ranks: Callable[[int], RankPool]) -> None:
     tree, of_weights, of_state, numbers = WAYS[way]
     learning = LearningConfig(adapter="full", global_batch_size=SAMPLES)

@@ -19,6 +19,7 @@ from tests.strategies.cells import SAMPLES, SHAPES, Cell
 from tests.strategies.job import train
 from tests.strategies.reference import Trace, reference
 from tests.strategies.test_contract import LIMITS, far, learning_of, whole
+from tests.trainers import test_parity as proofs
 from trainers.config import LearningConfig, SystemConfig
 from trainers.layout import Layout
 from trainers.plan import Plan
@@ -149,3 +150,8 @@ def test_rules(tp: int, adapter: str, strategy: str, rules: list[str]) -> None:
     system = SystemConfig(strategy=strategy, num_workers=tp, tp=tp)
     learning = LearningConfig(adapter=adapter)  # type: ignore[arg-type]
     assert illegal(replace(Cell(system, adapter, "llama").setting(learning), dtype=None)) == rules
+
+
+def test_the_proof_within_a_trial_in_half_precision(ranks: Ranks) -> None:
+    """Partial sums are rounded before they are added: the most that right code is ever from one process."""
+    proofs.test_right_code_is_equal("tp", "bfloat16", ranks)

@@ -102,6 +102,7 @@ def test_more_workers_than_the_cluster_has_is_refused(cluster: str, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_oom_of_one_rank_is_a_result_with_its_cause(cluster: str, store: str, tmp_path: Path) -> None:
     """Rank 1 has room for the weights and gradients, and not for the optimizer's state; rank 0 loses its peer."""
     spec = spec_for(
