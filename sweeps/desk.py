@@ -14,6 +14,7 @@ from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.parity import References
 from sweeps.record import Recorder
+from sweeps.scaling import RATE
 from sweeps.search import Ask, Searcher
 from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
@@ -23,7 +24,6 @@ from trainers.timing import impossible, peak_phase, summarize
 
 SAME_FAILURES = 3  # identical failures in a row, with nothing completed, that end a sweep
 REFERENCE_SHARE = 0.5  # a derived target is what the first trial reaches with this share of its tokens
-RATE = "target_tokens_per_second"
 REFERENCE_TRIES = 3  # candidates that may serve as the reference before the sweep goes on without a target
 
 
@@ -255,9 +255,10 @@ class SweepDesk:
                 reason_kind="crash",
                 reason=f"the worker ran another configuration than it was given: {different}",
             )
-        if wrong := impossible(summarize(measured)):
+        figures = summarize(measured)
+        if wrong := impossible(figures):
             return TrialOutcome(**known, status="FAILED", reason_kind="crash", reason=wrong)
-        figures = summarize(measured) | cost.quality_figures(measured, self.target, self.prices)
+        figures |= cost.quality_figures(measured, self.target, self.prices)
         figures |= self._start_up(job, known["ended_at"], measured)
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}

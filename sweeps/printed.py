@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
@@ -52,18 +52,18 @@ def _print_trials(console: Console, report: Report) -> None:
     if not 1 < len(report.outcomes) <= MOST_ROWS:
         return
     axes = varying([c for c in report.candidates if c.legal])
-    table = Table(title=f"Trials of {report.sweep_id}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for head in ("trial", "configuration", "state", *(label for _, label in FIGURES), "parity"):
-        table.add_column(head, no_wrap=head != "configuration")
-    for outcome in report.outcomes:
-        table.add_row(
+    heads = ["trial", "configuration", "state", *(label for _, label in FIGURES), "parity"]
+    rows: list[list[str | Text]] = [
+        [
             outcome.trial_id,
             words(outcome.config, axes),
             state(outcome.status),
             *(figure(outcome.metrics.get(name)) for name, _ in FIGURES),
             parity(outcome),
-        )
-    console.print(table)
+        ]
+        for outcome in report.outcomes
+    ]
+    _print_table(console, f"Trials of {report.sweep_id}", heads, rows, wrapped=("configuration",))
 
 
 def _print_accounts(console: Console, report: Report) -> None:
@@ -138,12 +138,19 @@ def _print_scaling(console: Console, report: Report) -> None:
     _print_table(console, "Scaling", heads, rows)
 
 
-def _print_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(
+    console: Console,
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    wrapped: Collection[str] | None = None,
+) -> None:
+    """Print a table that has rows; `wrapped`: the columns that may take several lines, None for all."""
     if not rows:
         return
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for head in heads:
-        table.add_column(head)
+        table.add_column(head, no_wrap=wrapped is not None and head not in wrapped)
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -163,21 +170,19 @@ def _print_frontier(console: Console, report: Report) -> None:
                 "the target was not reached: raise budget.tokens_per_trial, or give a higher target_eval_loss"
             )
         return
-    table = Table(
-        title=f"Frontier of {report.sweep_id}{target}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-    )
-    for head in ("trial", "configuration", *(o.label for o in objectives), "best at"):
-        table.add_column(head, no_wrap=head not in ("configuration", "best at"))
     best = report.frontier.best()
-    for point in report.frontier.points:
-        outcome = by_id[point.trial_ids[0]]
-        table.add_row(
+    heads = ["trial", "configuration", *(o.label for o in objectives), "best at"]
+    rows = [
+        [
             ", ".join(point.trial_ids),
-            words(outcome.config, axes),
+            words(by_id[point.trial_ids[0]].config, axes),
             *(figure(v) for v in point.values),
             ", ".join(best.get(point.trial_ids[0], [])),
-        )
-    console.print(table)
+        ]
+        for point in report.frontier.points
+    ]
+    title = f"Frontier of {report.sweep_id}{target}"
+    _print_table(console, title, heads, rows, wrapped=("configuration", "best at"))
 
 
 def _print_others(console: Console, report: Report) -> None:

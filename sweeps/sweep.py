@@ -26,7 +26,7 @@ from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import Frontier, frontier
 from sweeps.record import Recorder
-from sweeps.scaling import Scaling, draw, scaling
+from sweeps.scaling import RATE, Scaling, draw, scaling
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
 from trainers import model
@@ -97,12 +97,12 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
 
         # 2. Everything that could be wrong, before the first write; the store last, since looking at it creates it.
         faults = Faults()
-        candidates = faults.of(lambda: enumerate_space(spec, cluster)) or []
+        shape = faults.of(lambda: model.shape(spec.model, spec.model_revision))
+        candidates = faults.of(lambda: enumerate_space(spec, cluster, shape)) or []
         legal = faults.of(lambda: legal_of(candidates)) or []
         faults.of(lambda: check_writable(Path(spec.runs_dir)))
         price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
         data = faults.of(lambda: tokenise(spec, screen)) or {}
-        shape = faults.of(lambda: model.shape(spec.model, spec.model_revision))
         faults.raise_any()
         launcher.start()
         Recorder(spec, "", Path(spec.runs_dir)).check()
@@ -138,12 +138,11 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         return report
 
 
-def enumerate_space(spec: SweepSpec, cluster: Cluster) -> list[Candidate]:
+def enumerate_space(spec: SweepSpec, cluster: Cluster, shape: ModelShape | None) -> list[Candidate]:
     """Enumerate the space; refuse what the cluster cannot hold."""
     widest = max(spec.system.values()["num_workers"])
     if spec.launcher == "ray" and widest > cluster.workers:
         raise UserError(too_wide(spec, cluster, widest))
-    shape = model.shape(spec.model, spec.model_revision)
     if shape is not None:  # the config need not be read once more
         positions: int | None = shape.max_position_embeddings
     else:
@@ -288,7 +287,7 @@ def drifts(outcomes: Sequence[TrialOutcome]) -> list[str]:
     by_id, found = {o.trial_id: o for o in outcomes}, []
     for again in (o for o in outcomes if o.repeats is not None):
         first = by_id.get(again.repeats or "", again)
-        rates = [o.metrics.get("target_tokens_per_second") for o in (first, again)]
+        rates = [o.metrics.get(RATE) for o in (first, again)]
         if rates[0] is None or rates[1] is None:
             continue
         change = rates[1] / rates[0] - 1

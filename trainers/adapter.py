@@ -48,14 +48,13 @@ def lora_config(learning: LearningConfig) -> Any:
     """Return peft's description of the adapter."""
     from peft import LoraConfig
 
-    names: str | list[str] = [t.strip() for t in learning.lora_targets.split(",")]
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=learning.lora_rank,
         # peft declares an int; the formula is alpha / rank for any number
         lora_alpha=cast(int, learning.lora_alpha),
         lora_dropout=learning.lora_dropout,
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules="all-linear" if learning.targets is None else list(learning.targets),
     )
 
 
@@ -73,10 +72,11 @@ def illegal(setting: Setting) -> list[str]:
 
 def _target_rules(setting: Setting) -> list[str]:
     learning = setting.learning
-    if learning.adapter == "full" or setting.shape is None or learning.lora_targets == "all-linear":
+    if learning.adapter == "full" or setting.shape is None:
         return []
-    named = [t.strip() for t in learning.lora_targets.split(",")]
-    unknown = [t for t in named if t.rsplit(".", 1)[-1] not in ADAPTABLE]  # as peft: a name, or the end of a path
+    unknown = [
+        t for t in learning.targets or () if t.rsplit(".", 1)[-1] not in ADAPTABLE
+    ]  # as peft: a name, or the end of a path
     return [
         f"lora_targets={learning.lora_targets}: {t!r} is no layer of this model; it has {', '.join(ADAPTABLE)}"
         f"{did_you_mean(t, ADAPTABLE)}"

@@ -87,8 +87,11 @@ def latest(folder: Path, world: World) -> Path | None:
     return found
 
 
-def check(path: Path, identity: Identity, form: str) -> None:
-    """Raise UserError where a run of this identity, whose engine saves as `form`, cannot go on from a save."""
+def check(path: Path, identity: Identity, form: str) -> dict[str, Any]:
+    """Return what a save's state file holds.
+
+    UserError: a run of this identity, whose engine saves as `form`, cannot go on from it.
+    """
     state = _state(path)
     before, now = state["identity"], json.loads(json.dumps(dict(identity)))
     faults = []
@@ -105,12 +108,12 @@ def check(path: Path, identity: Identity, form: str) -> None:
         )
     if faults:
         raise UserError(faults)
+    return state
 
 
 def resume(path: Path, engine: Engine, identity: Identity, world: World) -> History:
     """Load a save into a freshly built engine; return what the run had done by then."""
-    check(path, identity, engine.format)
-    state = _state(path)
+    state = check(path, identity, engine.format)
     try:
         engine.load(path, state["update"])
     except (Exception, CheckpointException) as error:  # torch's own is no Exception

@@ -84,6 +84,12 @@ class LearningConfig:
     )
     seed: int = option(0, "seed of data order, adapter weights and dropout", at_least=0)
 
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """The modules that get an adapter, by name or by the end of their path; None for all linear layers."""
+        names = tuple(name.strip() for name in self.lora_targets.split(","))
+        return None if names == ("all-linear",) else names
+
 
 @dataclass(frozen=True)
 class SystemConfig:
@@ -136,7 +142,8 @@ class RunConfig:
     )
     precision: float = option(0.03, "relative half-width of the step time's 95 % confidence interval", above=0)
     trace: Literal["none", "memory", "time"] = option(
-        "none", "keep a trace as trace-<rank>.json.gz, or on CUDA the allocator's snapshot: of memory, or of time"
+        "none",
+        "keep a trace of each rank: of time for Perfetto, of memory by account, or on CUDA the allocator's snapshot",
     )
     trace_dir: str | None = option(None, "where traces go; null: to output_dir")
     memory_limit_gib: float | None = option(

@@ -6,7 +6,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,14 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, snapshot: Any) -> None:
         """Put a snapshot back, and start optimizer and schedule anew."""
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what training inside changes, random state too; optimizer and schedule start anew."""
+        before, device = self.snapshot(), self._layout.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+        self.restore(before)
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -33,7 +33,7 @@ class Feed:
         """`alike`: the engine pads all micro batches of a window to one length, as a pipeline does."""
         self.data, self.micro = data, micro_batch_size
         self._dp, self._dp_rank, self._device, self._arrangement = dp, dp_rank, device, arrangement
-        self.alike, self._samples = alike, data.train.samples()
+        self.alike, self.samples = alike, data.train.samples()
         self._given: list[tuple[int, ...]] = []  # the latest micro batches
         held = data.eval.samples()
         longest_first = sorted(range(len(held)), key=lambda i: (-held.lengths[i], i))
@@ -49,22 +49,22 @@ class Feed:
 
     def count(self, window: Window) -> Counts:
         """Return the counts of a window over all ranks."""
-        return batching.count_window(window, self._samples, self._dp, self.micro, self.alike)
+        return batching.count_window(window, self.samples, self._dp, self.micro, self.alike)
 
     def arranged(self, window: Window) -> Window:
         """Return a window in the order in which it is split."""
-        return batching.by_length(window, self._samples) if self._arrangement == "length" else window
+        return batching.by_length(window, self.samples) if self._arrangement == "length" else window
 
     def worst(self, updates: Sequence[Window]) -> tuple[Batch, int]:
         """Return the micro batch of `updates` with the most slots, and its targets over all dp ranks."""
-        ids = batching.worst_micro_batch(updates, self._samples, self._dp, self.micro)
+        ids = batching.worst_micro_batch(updates, self.samples, self._dp, self.micro)
         self._given = [ids]
-        return self.batch(self.data.train, ids), batching.count(ids, self._samples).targets * self._dp
+        return self.batch(self.data.train, ids), batching.count(ids, self.samples).targets * self._dp
 
     def heads(self, ids: Sequence[int], only_targets: bool) -> int:
         """Return for how many positions of a micro batch logits are made: all, or those at which a row has a target."""
         if not only_targets:
-            return batching.count(ids, self._samples).slots
+            return batching.count(ids, self.samples).slots
         return len(ids) * len({int(t) for i in ids for t in self.data.train.sample(i)[1].nonzero()[0]})
 
     def running(self, setting: Setting) -> Callable[[int], Running]:
@@ -74,8 +74,8 @@ class Feed:
             ids = self._given[min(micro_step, len(self._given) - 1)] if self._given else ()
             if not ids:
                 return Running()
-            longest = max(ids, key=lambda i: self._samples.lengths[i])
-            train, tokens = self.data.train, self._samples.lengths[longest]
+            longest = max(ids, key=lambda i: self.samples.lengths[i])
+            train, tokens = self.data.train, self.samples.lengths[longest]
             heads = self.heads(ids, only_targets=keeps_heads(setting))
             logits = heads * setting.shape.vocab_size if setting.shape is not None else 0
             return Running(f"{train.source}:{train.lines[longest]}, {tokens:,} tokens", logits)

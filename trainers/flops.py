@@ -103,8 +103,7 @@ def _trained(shape: ModelShape, learning: LearningConfig) -> float:
 def _targets(learning: LearningConfig) -> tuple[str, ...]:
     if learning.adapter == "full":
         return ()
-    named = learning.lora_targets
-    if named == "all-linear":
+    if learning.targets is None:
         return LINEAR_LAYERS
     # Modules outside the blocks that may get an adapter, embedding and head, are left out: a product of rank columns.
-    return tuple(name for given in named.split(",") if (name := given.strip().rpartition(".")[2]) in LINEAR_LAYERS)
+    return tuple(name for given in learning.targets if (name := given.rpartition(".")[2]) in LINEAR_LAYERS)

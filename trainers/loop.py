@@ -94,11 +94,13 @@ def train(
     # 4. Rehearse the worst batch, time windows that stand for the data, and forget both again; then go on from the last
     #    save, or evaluate what is there.
     traces = Traces(config, world)
-    with timed(seconds, "rehearsal"), traces.memory(meter):
-        rehearse(engine, feed, updates, accumulation, meter, world)
     speed: Speed | None = None
-    if config.run.measure_seconds and found is None:
-        speed = Probe(engine, feed, config, setting, meter, world).run(traces.time)
+    with engine.undone():
+        with timed(seconds, "rehearsal"), traces.memory(meter):
+            rehearse(engine, feed, updates, accumulation, meter)
+        if config.run.measure_seconds and found is None:
+            speed = Probe(engine, feed, config, setting, meter, world).run(traces.time)
+    world.synchronize()
     if found is not None:
         history = checkpoint.resume(found, engine, identity, world)
         if world.rank == 0:
@@ -168,26 +170,20 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - start
 
 
-def rehearse(
-    engine: Engine, feed: Feed, updates: Sequence[Window], accumulation: int, meter: MemoryMeter, world: World
-) -> None:
-    """Do two updates and an evaluation on the largest micro batch of the run, then undo them.
+def rehearse(engine: Engine, feed: Feed, updates: Sequence[Window], accumulation: int, meter: MemoryMeter) -> None:
+    """Do two updates and an evaluation on the largest micro batch of the run; to be called where that is undone.
 
     The first update allocates the optimizer's state, the second runs with all of it, and with accumulation takes the
     batch twice: its second forward pass runs beside the gradients. Memory is known before time is spent, on the batch
     where it peaks. It also warms up kernels and allocator, so timed updates start warm.
     """
-    before = engine.snapshot()
     batch, targets = feed.worst(updates)
     steps = min(2, accumulation)
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), meter.tracing(engine.owned):
+    with meter.tracing(engine.owned):
         engine.step([batch], targets, meter)
         engine.step([batch] * steps, targets * steps, meter)
         with meter.phase("eval"):
             engine.evaluate(itertools.islice(feed.evaluation(), 1))
-    engine.restore(before)
-    world.synchronize()
 
 
 def evaluate(engine: Engine, feed: Feed, history: History, world: World, meter: MemoryMeter) -> Evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -136,28 +136,27 @@ class MemoryTrace(TorchDispatchMode):
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peak of each phase, over all its runs."""
-        sums = dict.fromkeys(Accounts.names(), 0)
-        totals = [dict(sums)]
-        for change, block in self._events:
-            sums[block.account or "temporary"] += change
-            totals.append(dict(sums))
+        levels = self._levels()
         found: dict[str, Peak] = {}
         for segment in self._segments:
             end = segment.end if segment.end >= 0 else len(self._events)
-            top = max(totals[segment.start : end + 1], key=lambda t: sum(t.values()))
-            peak = Peak(Accounts(**top), self._host_peak(segment.start, end))
+            peak = Peak(Accounts(*max(levels[segment.start : end + 1], key=sum)), self._host_peak(segment.start, end))
             found[segment.phase] = larger(found[segment.phase], peak) if segment.phase in found else peak
         return found
 
     def timeline(self) -> dict[str, Any]:
         """Return the bytes of each account after every event, and which events each run of a phase spans."""
-        names = Accounts.names()
-        sums, levels = dict.fromkeys(names, 0), []
+        phases = [{"phase": s.phase, "first": s.start, "end": s.end} for s in self._segments]
+        return {"accounts": Accounts.names(), "phases": phases, "bytes": self._levels()[1:]}
+
+    def _levels(self) -> list[tuple[int, ...]]:
+        """Return the bytes of each account, in the order of Accounts, before the first event and after every one."""
+        sums = dict.fromkeys(Accounts.names(), 0)
+        levels = [tuple(sums.values())]
         for change, block in self._events:
             sums[block.account or "temporary"] += change
-            levels.append([sums[name] for name in names])
-        phases = [{"phase": s.phase, "first": s.start, "end": s.end} for s in self._segments]
-        return {"accounts": names, "phases": phases, "bytes": levels}
+            levels.append(tuple(sums.values()))
+        return levels
 
     def _host_peak(self, start: int, end: int) -> int:
         level = peak = 0
@@ -271,8 +270,3 @@ def _noting(trace: MemoryTrace, resize: Any) -> Any:
         return result
 
     return resize_
-
-
-def unowned() -> Iterator[tuple[Account, torch.Tensor]]:
-    """Yield nothing: a job that has no state yet."""
-    return iter(())

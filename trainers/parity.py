@@ -127,15 +127,14 @@ def ordered_twice(engine: Engine, feed: Feed, other: Feed, updates: Sequence[Win
 
 def first_updates(engine: Engine, feed: Feed, updates: Sequence[Window]) -> FirstUpdates:
     """Do the first updates without dropout, undo them, and return their losses and gradient norms."""
-    before, meter = engine.snapshot(), MemoryMeter(torch.device("cpu"))
+    meter = MemoryMeter(torch.device("cpu"))
     losses, norms = [], []
-    with without_dropout(engine.module):
+    with engine.undone(), without_dropout(engine.module):
         for window in updates[:UPDATES]:
             micro_batches, counts = feed.window(window)
             step = engine.step(micro_batches, counts.targets, meter)
             losses.append(step.loss_sum / max(counts.targets, 1))
             norms.append(step.grad_norm)
-    engine.restore(before)
     return FirstUpdates(tuple(losses), tuple(norms))
 
 

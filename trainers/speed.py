@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trainers import batch as batching
 from trainers import flops, hardware, split
 from trainers.batch import Counts, Window
@@ -44,26 +42,22 @@ class Probe:
     world: World
 
     def run(self, keep: Callable[[Any], None] | None = None) -> Speed:
-        """Time rounds over the same windows until the step time is known, profile one round, and undo it all.
+        """Time rounds over the same windows until the step time is known, then profile one round.
 
-        `keep` is given the profiler. Every rank must call it.
+        `keep` is given the profiler. The engine trains on: to be called where that is undone. Every rank must call it.
         """
-        samples = self.feed.data.train.samples()
         learning = self.setting.learning
-        windows = batching.stratified(samples, learning.global_batch_size, WINDOWS, learning.seed)
+        windows = batching.stratified(self.feed.samples, learning.global_batch_size, WINDOWS, learning.seed)
         windows = [self.feed.arranged(w) for w in windows]
-        before = self.engine.snapshot()
-        with torch.random.fork_rng(self._devices()):
-            started = time.perf_counter()
-            self._round(windows)  # warm-up: shapes that were not met before
-            before_it = Machine.now()
-            rounds = self._rounds(windows)
-            disturbed = self.world.gather(disturbances(before_it, Machine.now(), self.world.device))
-            timed_s = time.perf_counter() - started
-            parts, wall, busy = self._profiled(windows, keep)
-            profiled_s = time.perf_counter() - started - timed_s
-            timed_s, profiled_s = self.world.max([timed_s, profiled_s])
-        self.engine.restore(before)
+        started = time.perf_counter()
+        self._round(windows)  # warm-up: shapes that were not met before
+        before = Machine.now()
+        rounds = self._rounds(windows)
+        disturbed = self.world.gather(disturbances(before, Machine.now(), self.world.device))
+        timed_s = time.perf_counter() - started
+        parts, wall, busy = self._profiled(windows, keep)
+        profiled_s = time.perf_counter() - started - timed_s
+        timed_s, profiled_s = self.world.max([timed_s, profiled_s])
         counts = [self.feed.count(w) for w in windows]
         done = [self._flops(w) for w in windows]
         total = sum(counts, Counts())
@@ -140,7 +134,7 @@ class Probe:
         return sum(done, flops.Flops())
 
     def _rows(self, ids: Sequence[int], share: Sequence[Sequence[int]]) -> flops.Rows:
-        samples = self.feed.data.train.samples()
+        samples = self.feed.samples
         lengths, targets = [samples.lengths[i] for i in ids], sum(samples.targets[i] for i in ids)
         if keeps_heads(self.setting):
             return flops.Rows(lengths, targets, self.feed.heads(ids, only_targets=True))
@@ -151,9 +145,6 @@ class Probe:
         """Return what the devices reach at most, all together."""
         by_rank = self.world.gather(hardware.peak_flops(self.world.device, self.setting.compute_dtype))
         return None if None in by_rank else math.fsum(p for p in by_rank if p is not None)
-
-    def _devices(self) -> list[torch.device]:
-        return [self.world.device] if self.world.device.type == "cuda" else []
 
 
 def half_width(values: Sequence[float]) -> float:

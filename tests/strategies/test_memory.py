@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,6 +18,8 @@ from tests.strategies.job import Rank
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.ranks import current
 from trainers.result import PhaseMemory
+
+Ranks = Callable[[int], RankPool]
 
 P = SHAPES["llama"].num_parameters
 # What is not a share of the parameters: rotary frequencies, step counts, the padding of flat buffers.
@@ -42,18 +45,19 @@ def measured(folder: Path, cell: Cell, learning: LearningConfig) -> dict[str, Ph
         rank.engine.close()
 
 
-def cell_of(tree: dict[str, object], adapter: str = "full") -> Cell:
-    system = from_tree(SystemConfig, {"num_workers": 2, "micro_batch_size": SAMPLES // 4, **tree})
-    return Cell(system, adapter, "llama")
+def peaks_of(way: str, models: Path, ranks: Ranks, adapter: Literal["full", "lora"] = "full") -> dict[str, PhaseMemory]:
+    system = from_tree(SystemConfig, {"num_workers": 2, "micro_batch_size": SAMPLES // 4, **WAYS[way][0]})
+    learning = LearningConfig(adapter=adapter, lora_rank=4, global_batch_size=SAMPLES)
+    found: dict[str, PhaseMemory] = ranks(2).run(measured, models, Cell(system, adapter, "llama"), learning)[0]
+    return found
 
 
 @pytest.mark.parametrize(
     "way", [pytest.param(w, marks=pytest.mark.slow) if w in ("zero 1", "torch 1") else w for w in WAYS]
 )
-def test_each_rank_keeps_its_share(way: str, models: Path, ranks: Callable[[int], RankPool]) -> None:
-    tree, of_weights, of_state, numbers = WAYS[way]
-    learning = LearningConfig(adapter="full", global_batch_size=SAMPLES)
-    peaks = ranks(2).run(measured, models, cell_of(tree), learning)[0]
+def test_each_rank_keeps_its_share(way: str, models: Path, ranks: Ranks) -> None:
+    _, of_weights, of_state, numbers = WAYS[way]
+    peaks = peaks_of(way, models, ranks)
     for rank in peaks["optimizer"].ranks:
         assert rank.accounts.weights == pytest.approx(4 * P * of_weights, abs=SLACK)
         # torch's own stage 1 gives whole parameters to ranks: their shares differ by up to the largest one.
@@ -65,20 +69,18 @@ def test_each_rank_keeps_its_share(way: str, models: Path, ranks: Callable[[int]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_gradients_are_kept_once(way: str, models: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_gradients_are_kept_once(way: str, models: Path, ranks: Ranks) -> None:
     """Also with several micro batches an update, where the buckets of ddp are the gradients."""
-    tree, share, _, _ = WAYS[way]
-    learning = LearningConfig(adapter="full", global_batch_size=SAMPLES)
-    peaks = ranks(2).run(measured, models, cell_of(tree), learning)[0]
+    _, share, _, _ = WAYS[way]
+    peaks = peaks_of(way, models, ranks)
     for rank in peaks["optimizer"].ranks:
         assert rank.accounts.gradients == pytest.approx(4 * P * share, abs=SLACK)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero 3"])
-def test_frozen_weights_cost_no_gradient_and_no_state(way: str, models: Path, ranks: Callable[[int], RankPool]) -> None:
-    tree, of_weights, of_state, numbers = WAYS[way]
-    learning = LearningConfig(adapter="lora", lora_rank=4, global_batch_size=SAMPLES)
-    peaks = ranks(2).run(measured, models, cell_of(tree, "lora"), learning)[0]
+def test_frozen_weights_cost_no_gradient_and_no_state(way: str, models: Path, ranks: Ranks) -> None:
+    _, of_weights, of_state, numbers = WAYS[way]
+    peaks = peaks_of(way, models, ranks, "lora")
     trained = SHAPES["llama"].num_lora_parameters(4)
     for rank in peaks["optimizer"].ranks:
         assert rank.accounts.weights == pytest.approx(4 * (P + trained) * of_weights, abs=SLACK)

@@ -123,7 +123,8 @@ def rehearsed(job: TrialConfig, tokens: TrialData) -> dict[str, bool]:
     optimizer, schedule = repr(engine.optimizer.state_dict()), repr(engine.scheduler.state_dict())
     states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
     meter = MemoryMeter(world.device)
-    rehearse(engine, feed, updates, 2, meter, world)
+    with engine.undone():
+        rehearse(engine, feed, updates, 2, meter)
     found = {
         "weights": all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters()),
         "gradients": all(p.grad is None for p in engine.module.parameters()),
@@ -159,7 +160,7 @@ def test_the_rehearsal_measures_what_an_accumulated_update_needs(accumulation: i
             with meter.tracing(engine.owned):
                 engine.step([batch] * accumulation, targets * accumulation, meter)
         else:
-            rehearse(engine, feed, updates, accumulation, meter, world)
+            rehearse(engine, feed, updates, accumulation, meter)
         names = ("forward", "backward", "optimizer")
         peaks.append({name: meter.peaks(world)[name].worst for name in names})
         engine.close()
