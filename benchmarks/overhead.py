@@ -26,7 +26,6 @@ from benchmarks.gpu_check import save_random
 from trainers import model
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig
 from trainers.data import IGNORED
-from trainers.engine import Batch, prepared
 from trainers.job import run_rank
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
@@ -34,6 +33,7 @@ from trainers.prepare import prepare
 from trainers.ranks import World, current
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting
+from trainers.token_loss import Batch, prepared
 
 SHAPE = ModelShape("middle", "llama", 512, 1408, 8, 8, 4, 64, 8192, 1024, True)
 ROWS, TOKENS, STEPS = 4, 192, 2  # rows of a micro batch, tokens of a row, micro batches of an update

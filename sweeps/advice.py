@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sweeps.outcome import TrialOutcome
+from sweeps.scaling import RATE
 from trainers.result import Accounts
 from trainers.shape import ModelShape
 from trainers.timing import peak_phase
 
+PEAK = "peak_memory_gib"
 WAITS = 0.15  # of a step: from here on what it waits for is worth a change
 PADDED = 0.15
 RECOMPUTES = 0.15
 TOLERANCE = 0.2  # relative: how far from what was expected a change may come out and still be called true
 # Names that follow from others, and so differ where a change was made.
-DERIVED = ("gradient_accumulation_steps",)
+DERIVED = {"gradient_accumulation_steps"}
+# Options that come and go with a value of another axis.
+OPTIONS = {
+    "strategy": {"zero_stage", "zero_engine", "offload", "reshard_after_forward", "dp_replicate", "reduce_dtype"},
+    "adapter": {"lora_rank", "lora_alpha", "lora_dropout", "lora_targets"},
+}
+# What is learned with these costs no other memory or time.
+FREE = {
+    "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "lora_alpha", "seed",
+}  # fmt: skip
+
+Config = Mapping[str, Any]
+"""the axes of a trial, flat"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,7 @@ class Advice:
     """what limits it: an account of memory in a phase, or a part of the step"""
     text: str
     """the change, in words"""
-    change: Mapping[str, Any]
+    change: Config
     """the change as axes; empty where it is none that the space knows"""
     figure: str
     """the metric that should fall or rise"""
@@ -36,22 +51,66 @@ class Advice:
     """what the metric should become; None where nothing measured tells"""
     verdict: str = ""
     """what became of it, where the sweep holds a trial with the change"""
+    refuted: bool = False
+    """whether that trial was no better"""
 
 
-def advise(outcomes: Sequence[TrialOutcome], shape: ModelShape | None) -> list[Advice]:
-    """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed."""
-    outcomes = [o for o in outcomes if o.repeats is None]
-    found = [a for o in outcomes for a in (_of_memory(o, shape), _of_time(o)) if a is not None]
-    return [_checked(advice, outcomes) for advice in found]
+def advise(
+    outcomes: Sequence[TrialOutcome], shape: ModelShape | None, legal: Callable[[Config], bool] = lambda _: True
+) -> list[Advice]:
+    """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed.
+
+    Where the sweep has refuted it, the next one follows. `legal` tells whether a configuration may run.
+    """
+    trials = [_timed_last(o, outcomes) for o in outcomes if o.repeats is None]
+    return [
+        advice
+        for o in trials
+        for ways in (_of_memory(o, shape), _of_time(o))
+        for advice in _up_to_the_first_open(ways, o, trials, legal)
+    ]
 
 
-def _of_memory(outcome: TrialOutcome, shape: ModelShape | None) -> Advice | None:
+def _timed_last(outcome: TrialOutcome, outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
+    """Return a trial with the speed that it had when it was timed last."""
+    again = [o.metrics for o in outcomes if o.repeats == outcome.trial_id and RATE in o.metrics]
+    return outcome.model_copy(update={"metrics": {**outcome.metrics, RATE: again[-1][RATE]}}) if again else outcome
+
+
+def _up_to_the_first_open(
+    ways: Iterable[Advice], outcome: TrialOutcome, trials: Sequence[TrialOutcome], legal: Callable[[Config], bool]
+) -> Iterator[Advice]:
+    """Yield advice up to the first that the sweep has not refuted, leaving out what may not run."""
+    for advice in ways:
+        if advice.change and not legal(changed(outcome.config, advice.change)):
+            continue
+        checked = _checked(advice, outcome, trials)
+        yield checked
+        if not checked.refuted:
+            return
+
+
+def changed(config: Config, change: Config) -> dict[str, Any]:
+    """Return a configuration with a change, without what followed from what it was."""
+    return {**_without(config, DERIVED | _dependent(change)), **change}
+
+
+def _dependent(change: Config) -> set[str]:
+    return {name for axis in change for name in OPTIONS.get(axis, ())}
+
+
+def _without(config: Config, names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def _of_memory(outcome: TrialOutcome, shape: ModelShape | None) -> Iterator[Advice]:
     if outcome.status == "OOM":
-        return _of_oom(outcome)
+        yield from _of_oom(outcome)
+        return
     measured = outcome.measured
     peak = peak_phase(measured) if measured is not None else None
     if measured is None or peak is None:
-        return None
+        return
     phase = peak[0]
     accounts = measured.memory[phase].worst.accounts
     largest = max(Accounts.names(), key=lambda name: getattr(accounts, name))
@@ -59,9 +118,8 @@ def _of_memory(outcome: TrialOutcome, shape: ModelShape | None) -> Advice | None
     binds = f"{_words(largest)} in {_words(phase)} ({share:.0%} of the peak)"
     for change, text, factor in _changes(outcome.config, largest, shape):
         kept = accounts.total - sum(getattr(accounts, name) * (1 - left) for name, left in factor.items())
-        gib = outcome.metrics.get("peak_memory_gib", 0.0) * kept / max(accounts.total, 1)
-        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", gib)
-    return None
+        gib = outcome.metrics.get(PEAK, 0.0) * kept / max(accounts.total, 1)
+        yield Advice(outcome.trial_id, binds, text, change, PEAK, gib)
 
 
 Change = tuple[dict[str, Any], str, dict[str, float]]
@@ -120,33 +178,35 @@ _AFTER_OOM: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _of_oom(outcome: TrialOutcome) -> Advice:
+def _of_oom(outcome: TrialOutcome) -> Iterator[Advice]:
     phase = outcome.phase or ""
     binds = f"out of memory in {_words(phase)}" if phase else "out of memory"
+
+    def advice(text: str, change: Config) -> Advice:
+        return Advice(outcome.trial_id, binds, text, change, PEAK, None)
+
     if phase in _AFTER_OOM:
         text, change = _AFTER_OOM[phase]
-        if all(outcome.config.get(name) == value for name, value in change.items()):
-            change = {}
-        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
+        there = all(outcome.config.get(name) == value for name, value in change.items())
+        yield advice(text, {} if there else change)
+        return
     for change, text, _ in _smaller_batch(outcome.config):
-        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
+        yield advice(text, change)
     if outcome.config.get("activation_checkpointing") != "full":
-        text, change = "recompute in the backward pass", {"activation_checkpointing": "full"}
-        return Advice(outcome.trial_id, binds, text, change, "peak_memory_gib", None)
-    text = "shorter rows (seq_len), or divide them (cp), or shard the model (fsdp2, tp)"
-    return Advice(outcome.trial_id, binds, text, {}, "peak_memory_gib", None)
+        yield advice("recompute in the backward pass", {"activation_checkpointing": "full"})
+    yield advice("shorter rows (seq_len), or divide them (cp), or shard the model (fsdp2, tp)", {})
 
 
-def _of_time(outcome: TrialOutcome) -> Advice | None:
+def _of_time(outcome: TrialOutcome) -> Iterator[Advice]:
     m, config = outcome.metrics, outcome.config
-    rate = m.get("target_tokens_per_second")
+    rate = m.get(RATE)
     if rate is None or "collective_share" not in m:
-        return None
+        return
 
     def advice(part: str, share: float, text: str, change: Mapping[str, Any]) -> Advice:
         # At best what it waits for, or does in vain, is gone.
         return Advice(
-            outcome.trial_id, f"{part} ({share:.0%} of the step)", text, change, "target_tokens_per_second",
+            outcome.trial_id, f"{part} ({share:.0%} of the step)", text, change, RATE,
             rate / (1 - share) if change else None,
         )  # fmt: skip
 
@@ -158,21 +218,20 @@ def _of_time(outcome: TrialOutcome) -> Advice | None:
     }
     name = max(waits, key=lambda n: m.get(n, 0.0))
     if m.get(name, 0.0) >= WAITS:
-        return waits[name](m[name])
+        yield waits[name](m[name])
     if m.get("padding_share", 0.0) >= PADDED and config.get("arrangement") == "drawn":
-        return advice("padding", m["padding_share"], "arrangement=length", {"arrangement": "length"})
+        yield advice("padding", m["padding_share"], "arrangement=length", {"arrangement": "length"})
     if m.get("recompute_share", 0.0) >= RECOMPUTES:
-        lighter = "none" if config.get("activation_checkpointing") == "selective" else "selective"
-        text = f"activation_checkpointing={lighter}, if memory allows"
-        return advice("recomputation", m["recompute_share"], text, {"activation_checkpointing": lighter})
-    return Advice(
-        outcome.trial_id, f"computation (mfu {m['mfu']:.0%})" if "mfu" in m else "computation",
-        "a larger micro batch fills the device better, if memory allows",
-        {"micro_batch_size": 2 * int(config.get("micro_batch_size") or 1)}, "target_tokens_per_second", None,
-    )  # fmt: skip
+        for lighter in ("selective", "none") if config.get("activation_checkpointing") == "full" else ("none",):
+            text = f"activation_checkpointing={lighter}, if memory allows"
+            yield advice("recomputation", m["recompute_share"], text, {"activation_checkpointing": lighter})
+    computes = f"computation (mfu {m['mfu']:.0%})" if "mfu" in m else "computation"
+    text = "a larger micro batch fills the device better, if memory allows"
+    larger = {"micro_batch_size": 2 * int(config.get("micro_batch_size") or 1)}
+    yield Advice(outcome.trial_id, computes, text, larger, RATE, None)
 
 
-def _less_talk(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _less_talk(config: Config) -> tuple[str, dict[str, Any]]:
     """Return how to communicate less often or less in all."""
     if config.get("strategy") == "zero" and int(config.get("zero_stage") or 1) > 1:
         return "divide less (zero_stage=1), if memory allows", {"zero_stage": 1}
@@ -185,7 +244,7 @@ def _less_talk(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return "fewer ranks, a larger batch, or faster links", {}
 
 
-def _more_micro_batches(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _more_micro_batches(config: Config) -> tuple[str, dict[str, Any]]:
     micro = int(config.get("micro_batch_size") or 1)
     if micro > 1:
         return f"micro_batch_size {micro} → {micro // 2}: more of them in the pipeline", {
@@ -198,34 +257,23 @@ def _off(config: Mapping[str, Any], axis: str, value: Any) -> dict[str, Any]:
     return {axis: value} if config.get(axis) not in (None, value) else {}
 
 
-def _checked(advice: Advice, outcomes: Sequence[TrialOutcome]) -> Advice:
+def _checked(advice: Advice, before: TrialOutcome, trials: Sequence[TrialOutcome]) -> Advice:
     """Return the advice with what the trial that follows it showed, where there is one."""
-    before = next(o for o in outcomes if o.trial_id == advice.trial_id)
-    after = next((o for o in outcomes if advice.change and _is(o, before, advice.change)), None)
-    if after is None:
+    ignored = DERIVED | FREE | _dependent(advice.change)
+    wanted = _without({**before.config, **advice.change}, ignored)
+    after = next((o for o in trials if advice.change and _without(o.config, ignored) == wanted), None)
+    if after is None or after.status == "FAILED":
         return advice
     was, became = before.metrics.get(advice.figure), after.metrics.get(advice.figure)
     if became is None:
-        return replace(advice, verdict=f"trial {after.trial_id}: {after.status}")
+        return replace(advice, verdict=f"trial {after.trial_id}: {after.status}", refuted=True)
     if was is None:  # it had run out of memory
         return replace(advice, verdict=f"trial {after.trial_id}: fits, came true")
-    better = became < was if advice.figure == "peak_memory_gib" else became > was
+    better = became < was if advice.figure == PEAK else became > was
     near = advice.expected is None or abs(became - advice.expected) <= TOLERANCE * advice.expected
     said = "came true" if better and near else "helped, by less or more than expected" if better else "did not help"
-    return replace(advice, verdict=f"trial {after.trial_id}: {was:.4g} → {became:.4g}, {said}")
-
-
-def _is(outcome: TrialOutcome, before: TrialOutcome, change: Mapping[str, Any]) -> bool:
-    """Tell whether a trial is another one with a change, and differs in nothing else."""
-    owned = set(change) | set(DERIVED) | (_OF_STRATEGY if "strategy" in change else set())
-    names = (set(outcome.config) | set(before.config)) - owned
-    return all(outcome.config.get(name) == value for name, value in change.items()) and all(
-        outcome.config.get(name) == before.config.get(name) for name in names
-    )
-
-
-# Options that come and go with a strategy.
-_OF_STRATEGY = {"zero_stage", "zero_engine", "offload", "reshard_after_forward", "dp_replicate", "reduce_dtype"}
+    verdict = f"trial {after.trial_id}: {was:.4g} → {became:.4g}, {said}"
+    return replace(advice, verdict=verdict, refuted=not better)
 
 
 def _words(name: str) -> str:

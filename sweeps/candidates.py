@@ -13,6 +13,7 @@ from typing import Any
 
 from sweeps.spec import Axis, SweepSpec, axes
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
+from trainers.errors import UserError
 from trainers.plan import Plan
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, illegal
@@ -70,6 +71,17 @@ def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
         candidate = _candidate(spec.model, learning, system, context)
         found.setdefault(candidate.id, candidate)
     return list(found.values())
+
+
+def may_run(model: str, config: Mapping[str, Any], context: Context) -> bool:
+    """Tell whether a configuration, flat, is one and legal."""
+    names = {f.name for f in dataclasses.fields(LearningConfig)}
+    learning = {name: value for name, value in config.items() if name in names}
+    system = {name: value for name, value in config.items() if name not in names}
+    try:
+        return _candidate(model, learning, system, context).legal
+    except UserError:
+        return False
 
 
 def trial_tree(

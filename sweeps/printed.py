@@ -12,10 +12,11 @@ from rich.text import Text
 
 from sweeps.candidates import varying
 from sweeps.sweep import Report
-from sweeps.wording import FIGURES, figure, mib, parity, state, words
+from sweeps.wording import FIGURES, configuration, figure, mib, parity, state, words
 from trainers.result import Accounts
 from trainers.split import PARTS
 from trainers.timing import peak_phase
+from trainers.traces import SHOWN_BY
 
 MOST_ROWS = 40  # of the table of all trials
 LEAST_SHOWN = 0.005  # of a step: a part that is smaller in every trial has no column
@@ -42,6 +43,9 @@ def print_report(report: Report, resume_command: str) -> None:
     if report.ended in ("interrupted", "budget", "failing"):
         console.print(f"go on:    {resume_command}", soft_wrap=True)
     console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
+    if report.spec.trace != "none":
+        shown_by = SHOWN_BY.get(report.spec.trace, "")
+        console.print(f"traces:   {shlex.quote(str(report.folder / 'traces'))}{shown_by}", soft_wrap=True)
     if report.ui_command:
         console.print(f"compare:  {report.ui_command}", soft_wrap=True)
     console.print(f"open:     {report.url}", soft_wrap=True)
@@ -56,7 +60,7 @@ def _print_trials(console: Console, report: Report) -> None:
     rows: list[list[str | Text]] = [
         [
             outcome.trial_id,
-            words(outcome.config, axes),
+            configuration(outcome.config, outcome.repeats, axes),
             state(outcome.status),
             *(figure(outcome.metrics.get(name)) for name, _ in FIGURES),
             parity(outcome),
@@ -187,7 +191,7 @@ def _print_frontier(console: Console, report: Report) -> None:
 
 def _print_others(console: Console, report: Report) -> None:
     ranks = report.frontier.ranks()
-    dominated = [o for o in report.outcomes if o.trial_id not in ranks and o.status == "COMPLETED" and not o.reason]
+    dominated = [o for o in report.outcomes if o.trial_id not in ranks and o.competes and not o.reason]
     if dominated and ranks:
         console.print(f"dominated: {', '.join(o.trial_id for o in dominated)}")
     for outcome in report.outcomes:

@@ -167,6 +167,7 @@ def usage() -> str:
         if help_text:
             lines.append(f"      {help_text}")
     lines += ["  resume: latest or a sweep's id", f"      continue a sweep; may change {', '.join(RESUMABLE)}"]
+    lines += ["", "exit status: 0; 1 no trial completed (out of memory, too); 2 bad input; 130 interrupted"]
     return "\n".join(lines)
 
 

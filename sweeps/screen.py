@@ -16,7 +16,7 @@ from sweeps.candidates import Candidate, pruned_rules, varying
 from sweeps.outcome import TrialOutcome
 from sweeps.spec import SweepSpec
 from sweeps.trial import Job
-from sweeps.wording import FIGURES, clock, figure, state, words
+from sweeps.wording import FIGURES, clock, configuration, figure, state
 
 
 class TerminalScreen:
@@ -48,9 +48,12 @@ class TerminalScreen:
             self._live.start()
 
     def started(self, job: Job, candidate: Candidate) -> None:
-        self._rows[job.trial_id] = {"candidate": candidate.flat, "state": "starting", "since": time.time()}
+        self._rows[job.trial_id] = {
+            "candidate": candidate.flat, "repeats": job.repeats, "state": "starting", "since": time.time(),
+        }  # fmt: skip
         if self._live is None:
-            self._console.print(f"trial {job.trial_id} start  {words(candidate.flat, self._axes)}", soft_wrap=True)
+            text = configuration(candidate.flat, job.repeats, self._axes)
+            self._console.print(f"trial {job.trial_id} start  {text}", soft_wrap=True)
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         row = self._rows.get(trial_id)
@@ -96,7 +99,7 @@ class TerminalScreen:
             metrics = row.get("metrics", {})
             table.add_row(
                 trial_id,
-                words(row["candidate"], self._axes),
+                configuration(row["candidate"], row.get("repeats"), self._axes),
                 state(row["state"]),
                 figure(row.get("loss")),
                 *(figure(metrics.get(name)) for name, _ in FIGURES),

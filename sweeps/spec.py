@@ -200,7 +200,7 @@ class SweepSpec(Frozen):
     measure_seconds: float = Field(default=20.0, ge=0)
     """most seconds that a trial times its windows for, before it trains; they stand for the data's lengths, and are the
     same in all trials. 0: training itself is timed, and there is no split of the step"""
-    precision: float = Field(default=0.03, gt=0)
+    precision: float = Field(default=0.03, gt=0, le=0.5)
     """it stops earlier once the 95 % confidence interval of the step time is within this, relatively"""
     remeasure_every: int = Field(default=10, ge=0)
     """after so many trials the fastest one so far is timed again, which shows whether the machine drifts; 0: never"""

@@ -16,6 +16,7 @@ from sweeps.candidates import (
     Context,
     data_tree,
     enumerate_candidates,
+    may_run,
     pruned_rules,
 )
 from sweeps.clusters import price_per_gpu_hour
@@ -98,7 +99,9 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         # 2. Everything that could be wrong, before the first write; the store last, since looking at it creates it.
         faults = Faults()
         shape = faults.of(lambda: model.shape(spec.model, spec.model_revision))
-        candidates = faults.of(lambda: enumerate_space(spec, cluster, shape)) or []
+        context = faults.of(lambda: context_of(spec, cluster, shape))
+        candidates = faults.of(lambda: enumerate_space(spec, context)) if context is not None else None
+        candidates = candidates or []
         legal = faults.of(lambda: legal_of(candidates)) or []
         faults.of(lambda: check_writable(Path(spec.runs_dir)))
         price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
@@ -132,22 +135,28 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
             stopped = error
 
         # 5. The trade-off, written down.
-        report = conclude(desk, candidates, shape, stopped)
+        assert context is not None, "a fault of it was raised"
+        report = conclude(desk, candidates, context, stopped)
         if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
             raise stopped
         return report
 
 
-def enumerate_space(spec: SweepSpec, cluster: Cluster, shape: ModelShape | None) -> list[Candidate]:
-    """Enumerate the space; refuse what the cluster cannot hold."""
-    widest = max(spec.system.values()["num_workers"])
-    if spec.launcher == "ray" and widest > cluster.workers:
-        raise UserError(too_wide(spec, cluster, widest))
+def context_of(spec: SweepSpec, cluster: Cluster, shape: ModelShape | None) -> Context:
+    """Return what legality depends on."""
     if shape is not None:  # the config need not be read once more
         positions: int | None = shape.max_position_embeddings
     else:
         positions = model.max_positions(spec.model, spec.model_revision)
-    return enumerate_candidates(spec, Context(cluster, shape, positions, spec.launcher))
+    return Context(cluster, shape, positions, spec.launcher)
+
+
+def enumerate_space(spec: SweepSpec, context: Context) -> list[Candidate]:
+    """Enumerate the space; refuse what the cluster cannot hold."""
+    widest = max(spec.system.values()["num_workers"])
+    if spec.launcher == "ray" and widest > context.cluster.workers:
+        raise UserError(too_wide(spec, context.cluster, widest))
+    return enumerate_candidates(spec, context)
 
 
 def legal_of(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -188,7 +197,7 @@ def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
 
 
 def conclude(
-    desk: SweepDesk, candidates: Sequence[Candidate], shape: ModelShape | None, stopped: BaseException | None
+    desk: SweepDesk, candidates: Sequence[Candidate], context: Context, stopped: BaseException | None
 ) -> Report:
     """Compute the frontier and what to change, write both to the folder and to MLflow, and say how the sweep ended."""
     spec, journal = desk.spec, desk.journal
@@ -201,7 +210,7 @@ def conclude(
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
     untried = sum(c.legal and c.id not in tried for c in candidates)
     ended, why = ending(desk, stopped, untried)
-    advice = advise(outcomes, shape)
+    advice = advise(outcomes, context.shape, lambda config: may_run(spec.model, config, context))
     scaled = scaling(outcomes)
     journal.write_json("advice.json", [dataclasses.asdict(a) for a in advice])
     if scaled:
@@ -294,8 +303,9 @@ def drifts(outcomes: Sequence[TrialOutcome]) -> list[str]:
         known = sum(o.metrics.get("step_time_precision", 0.0) for o in (first, again))
         if abs(change) > known:
             found.append(
-                f"trial {first.trial_id}, timed again as {again.trial_id}, is {change:+.0%} against before: the "
-                f"machine drifts, and trials far apart in time compare no better than that"
+                f"trial {first.trial_id} was timed again as trial {again.trial_id}, and was {abs(change):.0%} "
+                f"{'faster' if change > 0 else 'slower'}: the machine drifts, and trials far apart in time compare "
+                "no better than that"
             )
     return found
 

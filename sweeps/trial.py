@@ -39,6 +39,4 @@ class Ending:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Ending:
-        fault = data["fault"]
-        known = {**fault, "consequences": tuple(fault["consequences"])} if fault else {}
-        return Ending(data["result"], Fault(**known) if fault else None)
+        return Ending(data["result"], Fault.from_json(data["fault"]) if data["fault"] else None)

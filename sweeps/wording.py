@@ -48,6 +48,11 @@ def words(config: Mapping[str, Any], axes: Sequence[str]) -> str:
     return " ".join(named)
 
 
+def configuration(config: Mapping[str, Any], repeats: str | None, axes: Sequence[str]) -> str:
+    """Write what a trial runs: its configuration, or which trial is only timed again."""
+    return f"(trial {repeats}, timed again)" if repeats else words(config, axes)
+
+
 def parity(outcome: TrialOutcome) -> Text:
     """Write how far a trial's first updates are from those of one process, and what its small model says."""
     found = outcome.parity

@@ -145,10 +145,13 @@ def longest(share: Sequence[Sequence[int]], samples: Samples) -> int:
     return max((samples.lengths[i] for ids in share for i in ids), default=0)
 
 
-def worst_micro_batch(updates: Sequence[Window], samples: Samples, dp: int, micro_batch_size: int) -> tuple[int, ...]:
-    """Return the micro batch with the most slots that any rank meets in these updates: where memory peaks."""
-    candidates = (m for w in updates for share in split(w, dp, micro_batch_size) for m in share)
-    return max(candidates, key=lambda m: count(m, samples).slots)
+def extreme_micro_batches(
+    updates: Sequence[Window], samples: Samples, dp: int, micro_batch_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the micro batches with the fewest slots and with the most that any rank meets: there memory peaks."""
+    met = [m for w in updates for share in split(w, dp, micro_batch_size) for m in share if m]
+    slots = [count(m, samples).slots for m in met]
+    return met[slots.index(min(slots))], met[slots.index(max(slots))]
 
 
 def fingerprints(updates: Sequence[Window], samples: Samples) -> list[str]:

@@ -89,11 +89,18 @@ def split(adapted: nn.Module, setting: Setting, layout: Layout) -> tuple[nn.Modu
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give a module that is on the meta device memory, and make again the buffers that no checkpoint holds."""
-    tied = is_tied(module)
-    module.to_empty(device=device)
-    if tied and not is_tied(module):  # to_empty makes a parameter anew for each module that holds it
-        tie(module)
+    """Give a module that is on the meta device memory, and make again the buffers that no checkpoint holds.
+
+    Not `to_empty`: it unties what is tied, and cannot exchange the tensors of a simulation.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part.named_parameters(recurse=False):
+            if id(old) not in made:
+                made[id(old)] = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+            setattr(part, name, made[id(old)])
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.empty_like(buffer, device=device)
     for part in module.modules():
         if hasattr(part, "inv_freq") and hasattr(part, "config"):  # rotary embedding: garbage after to_empty
             kind: Any = type(part)

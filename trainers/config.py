@@ -137,13 +137,16 @@ class RunConfig:
     measure_seconds: float = option(
         0.0,
         "before training, time two windows that stand for the data's lengths, again and again, until the step time is "
-        "known to within `precision`, at most for so long; then profile them. 0: off",
+        "known to within `precision`, at most for so long, but three times at least; then profile them. 0: off",
         at_least=0,
     )
-    precision: float = option(0.03, "relative half-width of the step time's 95 % confidence interval", above=0)
+    precision: float = option(
+        0.03, "relative half-width of the step time's 95 % confidence interval: 0.03 is 3 %", above=0, at_most=0.5
+    )
     trace: Literal["none", "memory", "time"] = option(
         "none",
-        "keep a trace of each rank: of time for Perfetto, of memory by account, or on CUDA the allocator's snapshot",
+        "keep a trace of each rank: of time for Perfetto; of memory: on CUDA the allocator's snapshot, on CPU the "
+        "bytes of each account after every event",
     )
     trace_dir: str | None = option(None, "where traces go; null: to output_dir")
     memory_limit_gib: float | None = option(
@@ -231,7 +234,7 @@ def _build(cls: type[Any], tree: Any, path: str, faults: list[str]) -> Any:
         elif "options" in fields:
             extra[key] = raw
         else:
-            near = did_you_mean(str(key), fields)
+            near = did_you_mean(str(key), fields) or did_you_mean(where, names(TrialConfig))
             faults.append(f"unknown key {where}{near or '; there are: ' + ', '.join(fields)}")
     if "options" in fields:
         values["options"] = _owned_options(values, extra, path, set(fields) - {"options"}, faults)
@@ -257,9 +260,8 @@ def _owned_options(
         where = f"{path}.{key}" if path else key
         if key not in declared:
             owners = ", ".join([f"strategy {name}", *(f"{d}={values[d]}" for d in used)])
-            faults.append(
-                f"unknown key {where} for {owners}{_owner_of(key) or did_you_mean(key, known | set(declared))}"
-            )
+            near = did_you_mean(key, known | set(declared)) or did_you_mean(where, names(TrialConfig))
+            faults.append(f"unknown key {where} for {owners}{_owner_of(key) or near}")
         elif raw is not None:  # a key with no value is unset
             value = _convert(declared[key].type, raw, where, faults, None)
             allowed = declared[key].choices
@@ -268,6 +270,15 @@ def _owned_options(
                 faults.append(f"{where}={raw!r}: allowed: {', '.join(map(str, allowed))}{near}")
             chosen[key] = value
     return chosen
+
+
+def names(cls: type, prefix: str = "") -> list[str]:
+    """Return the dotted names of a config's keys, without options."""
+    found = []
+    for f in dataclasses.fields(cls):
+        nested = f.default_factory if dataclasses.is_dataclass(f.default_factory) else None
+        found += names(typing.cast(type, nested), f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
+    return [name for name in found if name != "system.options"]
 
 
 def _owner_of(key: str) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers import activation_checkpointing
-from trainers.engine import Batch, Engine, Step, keeps_heads, loss_of, prepared
+from trainers import activation_checkpointing, token_loss
+from trainers.engine import Engine, Step
 from trainers.memory import MemoryMeter
 from trainers.ranks import ensure_group
 from trainers.result import Account
 from trainers.strategies import Setting
+from trainers.token_loss import Batch, keeps_heads, prepared
 
 BUCKET = 500_000_000  # DeepSpeed's own size of a bucket, in numbers
 
@@ -61,7 +62,7 @@ class DeepSpeedEngine(Engine):
             meter.micro_step = i
             self._engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
-                loss = loss_of(self._engine, self._prepare(batch))
+                loss = token_loss.loss_of(self._engine, self._prepare(batch))
             with meter.phase("backward"):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             total += loss.detach()
@@ -88,7 +89,7 @@ class DeepSpeedEngine(Engine):
         self._engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for batch in batches:
-            total += loss_of(self._engine, self._prepare(batch)).double()
+            total += token_loss.loss_of(self._engine, self._prepare(batch)).double()
         return self._layout.sum([float(total)])[0]
 
     def owned(self) -> Iterator[tuple[Account, torch.Tensor]]:

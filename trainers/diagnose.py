@@ -6,10 +6,11 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from trainers import oom
 from trainers.errors import UserError
+from trainers.result import GIB, Accounts
 
 FaultKind = Literal["device_oom", "host_oom", "library_oom", "killed_unproved", "illegal_config", "crash", "timeout"]
 
@@ -46,18 +47,36 @@ class Fault:
     traceback: str = ""
     at: float = 0.0  # seconds since the epoch, by the clock of the rank's machine
     requested: int | None = None  # bytes of the allocation that failed
+    limit: int | None = None  # bytes that memory_limit_gib allows, where it was this that was reached
+    held: Accounts | None = None  # in use when it failed, where that was traced
     account: str = ""  # that was growing
     row: str = ""  # the longest one of the batch: file:line, tokens
     hint: str = ""
     consequences: tuple[str, ...] = ()  # what other ranks said afterwards
 
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Fault:
+        """Read what dataclasses.asdict and JSON made of a fault."""
+        held = Accounts(**data["held"]) if data["held"] else None
+        return Fault(**{**data, "held": held, "consequences": tuple(data["consequences"])})
+
     @property
     def lines(self) -> list[str]:
         """What a person should know beside the message, a phrase each."""
         asked = f"{self.requested / 2**20:,.1f} MiB were asked for" if self.requested else ""
+        asked += f", beyond memory_limit_gib={self.limit / GIB:g}" if asked and self.limit else ""
         growing = f"what was growing: {self.account.replace('_', ' ')}" if self.account else ""
         row = f"the longest row of the batch: {self.row}" if self.row else ""
-        return [text for text in (asked, growing, row, self.hint, *self.consequences) if text]
+        return [text for text in (asked, growing, self._in_use, row, self.hint, *self.consequences) if text]
+
+    @property
+    def _in_use(self) -> str:
+        if self.held is None:
+            return ""
+        accounts = ", ".join(
+            f"{name.replace('_', ' ')} {getattr(self.held, name) / 2**20:,.1f}" for name in Accounts.names()
+        )
+        return f"in use then: {self.held.total / 2**20:,.1f} MiB ({accounts})"
 
     @property
     def status(self) -> Literal["OOM", "INFEASIBLE", "FAILED"]:
@@ -78,9 +97,13 @@ class WorkerFault(Exception):
 
 def classify(error: BaseException) -> FaultKind:
     """Return the kind of an exception, by its own type and text, or else by those of what it was raised from."""
-    kind = _own_kind(error)
+    return _own_kind(_telling(error))
+
+
+def _telling(error: BaseException) -> BaseException:
+    """Return the exception that tells what happened: this one, or what it was raised from."""
     origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return classify(origin) if kind == "crash" and origin is not None else kind
+    return _telling(origin) if _own_kind(error) == "crash" and origin is not None else error
 
 
 def _own_kind(error: BaseException) -> FaultKind:
@@ -118,14 +141,23 @@ class Running:
     logits: int = 0
 
 
-def fault_of(error: BaseException, phase: str, rank: int, running: Running, trace: str) -> Fault:
+@dataclass(frozen=True)
+class Use:
+    """Memory of a rank when it failed: what was in use, where that was traced, and the bytes that were allowed."""
+
+    held: Accounts | None = None
+    limit: int | None = None
+
+
+def fault_of(error: BaseException, phase: str, rank: int, running: Running, trace: str, use: Use = Use()) -> Fault:
     """Return the fault that an exception is; `trace`: its traceback."""
     first = str(error).strip().splitlines()[:1]
     message = f"{type(error).__name__}: {first[0] if first else 'no message'}"
-    kind = classify(error)
+    kind, telling = classify(error), _telling(error)
     if kind not in OUT_OF_MEMORY:
         return Fault(kind, phase, rank, message, trace, time.time())
-    memory = oom.read(f"{type(error).__name__}: {error}")
+    memory = oom.read(f"{type(telling).__name__}: {telling}")
+    reached = use.held is not None or (memory is not None and memory.detail == "limit")
     requested = memory.requested if memory is not None else None
     # A request of their exact size, in half precision, float32 or float64, tells them better than a traceback can.
     of_logits = "in loss_sum" in trace or (requested or 0) in {running.logits * size for size in (2, 4, 8)} - {0}
@@ -139,6 +171,8 @@ def fault_of(error: BaseException, phase: str, rank: int, running: Running, trac
         trace,
         time.time(),
         requested,
+        use.limit if reached else None,
+        use.held,
         account,
         running.row if in_batch else "",
         memory.hint if memory is not None else "",

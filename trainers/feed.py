@@ -11,10 +11,10 @@ from trainers import batch as batching
 from trainers.batch import Counts, Window
 from trainers.data import TokenizedDataset, collate
 from trainers.diagnose import Running
-from trainers.engine import Batch, head_columns, keeps_heads
 from trainers.prepare import TrialData
 from trainers.regions import DATA, region
 from trainers.strategies import Setting
+from trainers.token_loss import Batch, head_columns, keeps_heads
 
 
 class Feed:
@@ -55,11 +55,17 @@ class Feed:
         """Return a window in the order in which it is split."""
         return batching.by_length(window, self.samples) if self._arrangement == "length" else window
 
-    def worst(self, updates: Sequence[Window]) -> tuple[Batch, int]:
-        """Return the micro batch of `updates` with the most slots, and its targets over all dp ranks."""
-        ids = batching.worst_micro_batch(updates, self.samples, self._dp, self.micro)
-        self._given = [ids]
-        return self.batch(self.data.train, ids), batching.count(ids, self.samples).targets * self._dp
+    def extremes(self, updates: Sequence[Window], accumulation: int) -> Iterator[tuple[list[Batch], int]]:
+        """Yield two windows to rehearse with, each with its targets over all dp ranks.
+
+        The micro batch of `updates` with the fewest slots; then that with the most, where there is accumulation after
+        the small one, so that its gradients are there.
+        """
+        small, worst = batching.extreme_micro_batches(updates, self.samples, self._dp, self.micro)
+        for mine in ([small], [small, worst] if accumulation > 1 else [worst]):
+            self._given = mine
+            targets = sum(batching.count(ids, self.samples).targets for ids in mine) * self._dp
+            yield [self.batch(self.data.train, ids) for ids in mine], targets
 
     def heads(self, ids: Sequence[int], only_targets: bool) -> int:
         """Return for how many positions of a micro batch logits are made: all, or those at which a row has a target."""

@@ -49,14 +49,6 @@ def of_rows(rows: Rows, shape: ModelShape, learning: LearningConfig, recompute: 
     return Flops(useful + head * rows.targets, done + head * rows.heads)
 
 
-def multiplier(shape: ModelShape, learning: LearningConfig) -> float:
-    """Return the operations of a token's matrix products over those of full fine-tuning: 1, or about 2/3 for LoRA."""
-    head = shape.vocab_size * shape.hidden_size
-    everything, trained = _weights(shape, learning) + head, _trained(shape, learning)
-    trained += head if learning.adapter == "full" else 0
-    return (2 * everything + trained) / (3 * everything)
-
-
 def _trained_on(tokens: int, shape: ModelShape, learning: LearningConfig) -> float:
     """Return the operations of the blocks for a row, forward and backward."""
     products = 2.0 * tokens * (2 * _weights(shape, learning) + _trained(shape, learning))

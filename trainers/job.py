@@ -7,7 +7,7 @@ import traceback
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
 from trainers.config import TrialConfig
-from trainers.diagnose import WorkerFault, fault_of
+from trainers.diagnose import Use, WorkerFault, fault_of
 from trainers.loop import Hooks, train
 from trainers.memory import MemoryMeter, limit_of, return_memory
 from trainers.prepare import TrialData
@@ -25,7 +25,8 @@ def run_rank(config: TrialConfig, data: TrialData, world: World, hooks: Hooks | 
         return train(config, data, world, meter, hooks)
     except (Exception, CheckpointException) as error:  # the process boundary: a worker ends in a value
         trace = traceback.format_exc()[-MAX_TRACEBACK:]
-        fault = fault_of(error, meter.current, world.rank, meter.batch(meter.micro_step), trace)
+        use = Use(meter.failed, meter.limit.bytes if meter.limit is not None else None)
+        fault = fault_of(error, meter.current, world.rank, meter.batch(meter.micro_step), trace, use)
         traceback.clear_frames(error.__traceback__)  # their locals hold the model
         raise WorkerFault(fault) from error
     finally:

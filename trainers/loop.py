@@ -171,17 +171,15 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def rehearse(engine: Engine, feed: Feed, updates: Sequence[Window], accumulation: int, meter: MemoryMeter) -> None:
-    """Do two updates and an evaluation on the largest micro batch of the run; to be called where that is undone.
+    """Do two updates and an evaluation, with the largest micro batch of the run; to be called where that is undone.
 
-    The first update allocates the optimizer's state, the second runs with all of it, and with accumulation takes the
-    batch twice: its second forward pass runs beside the gradients. Memory is known before time is spent, on the batch
-    where it peaks. It also warms up kernels and allocator, so timed updates start warm.
+    The first update, on the smallest one, makes the optimizer's state. The second runs the largest with all of it, and
+    with accumulation beside the gradients of the smallest. Memory is known before time is spent, on the batch where it
+    peaks; tracing is slow, and more of the largest batch would show nothing more. Kernels and allocator are warm then.
     """
-    batch, targets = feed.worst(updates)
-    steps = min(2, accumulation)
     with meter.tracing(engine.owned):
-        engine.step([batch], targets, meter)
-        engine.step([batch] * steps, targets * steps, meter)
+        for micro_batches, targets in feed.extremes(updates, accumulation):
+            engine.step(micro_batches, targets, meter)
         with meter.phase("eval"):
             engine.evaluate(itertools.islice(feed.evaluation(), 1))
 

@@ -31,7 +31,8 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device, limit: Limit | None = None) -> None:
-        self.device, self._limit = device, limit
+        self.device, self.limit = device, limit
+        self.failed: Accounts | None = None  # what was in use when an operation of a traced phase failed
         # Where a failure happened: the phase that is running, or ran last; in it the micro batch, and what that holds.
         self.current = "load"
         self.micro_step = 0
@@ -45,13 +46,17 @@ class MemoryMeter:
     @contextmanager
     def tracing(self, owned: Owned) -> Iterator[None]:
         """Trace allocations inside; `owned` yields what lives between steps, when it is asked."""
-        with MemoryTrace(self.device, owned, self._limit) as trace:
-            self._trace = trace
-            try:
-                yield
-            finally:
-                self._trace = None
-        self.keep(trace)
+        trace = MemoryTrace(self.device, owned, self.limit)
+        try:
+            with trace:
+                self._trace = trace
+                try:
+                    yield
+                finally:
+                    self._trace = None
+                    self.failed = trace.failed
+        finally:
+            self.keep(trace)  # of a failure, too
         for name, peak in trace.peaks().items():
             total = peak.accounts.total
             allocated = self._peaks[name].allocated if self.device.type == "cuda" else total

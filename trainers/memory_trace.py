@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from trainers import regions
+from trainers import oom, regions
 from trainers.result import Account, Accounts
 
 Owned = Callable[[], Iterable[tuple[Account, torch.Tensor]]]
@@ -85,6 +85,8 @@ class MemoryTrace(TorchDispatchMode):
         self._backward = -1  # torch's number of the latest one
         self._recomputations, self._recomputing = 0, False
         self.bytes = 0
+        self.failed: Accounts | None = None
+        """what was in use when an operation first failed"""
 
     def __enter__(self) -> MemoryTrace:
         for account, tensor in self._owned():
@@ -103,26 +105,45 @@ class MemoryTrace(TorchDispatchMode):
         self._alive.clear()  # what is freed from now on is not looked at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if oom.read(f"{type(error).__name__}: {error}") is not None:
+                self._fail()
+            raise
         self._where()
-        before = self.bytes
+        before, events = self.bytes, len(self._events)
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
         request = self.bytes - before
         if self._limit is not None and request >= PAGE and self.bytes > self._limit.bytes:
-            self._keep(self._limit, request)
+            self._keep(self._limit, request, events)
         if regions.inside(regions.LOSS):
             for leaf in tree_iter(args):  # the logits
                 if isinstance(leaf, torch.Tensor):
                     self._assign(leaf, "temporary")
         return result
 
-    def _keep(self, limit: Limit, request: int) -> None:
+    def _keep(self, limit: Limit, request: int, events: int) -> None:
+        """Let the latest request fail; `events`: the number of those before it."""
         phase = self._segments[-1].phase if self._segments and self._segments[-1].end < 0 else ""
         if limit.phase in (None, phase):
+            self._fail(events)
             with _disable_current_modes():
                 run_out(request)
+
+    def _fail(self, events: int | None = None) -> None:
+        """Note what is in use, once: the backward pass that would tell activations from the rest never comes."""
+        if self.failed is None:
+            with _disable_current_modes():
+                for account, tensor in self._owned():
+                    self._assign(tensor, account)
+            for block in self._alive.values():
+                if block.account is None and block.backward == block.recompute == -1:
+                    block.account = "activations"
+                self._settle(block)
+            self.failed = Accounts(*self._levels()[len(self._events) if events is None else events])
 
     def start(self, phase: str) -> None:
         """Begin a run of a phase."""

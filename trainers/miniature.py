@@ -23,12 +23,12 @@ from trainers.adapter import apply_adapter, saved_name
 from trainers.batch import Window
 from trainers.config import LearningConfig
 from trainers.data import IGNORED
-from trainers.engine import Batch, padded
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
 from trainers.model import hf_config, shape
 from trainers.result import Miniature
 from trainers.strategies import STRATEGIES, Setting, proof_dtype
+from trainers.token_loss import Batch, padded
 from trainers.weights import fill
 
 HEAD_DIM = 8

@@ -17,6 +17,8 @@ _QUERY = "clocks_event_reasons.active"
 _SLOWED = {0x4: "its power limit", 0x8: "hardware slowdown", 0x20: "software thermal slowdown",
            0x40: "hardware thermal slowdown", 0x80: "power brake"}  # fmt: skip
 
+STOLEN = 0.01  # of the CPU time that was wanted: less is usual between guests of one machine
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -24,16 +26,18 @@ class Machine:
 
     throttled: int = 0  # periods in which the cgroup had used up its CPU time
     stolen: int = 0  # ticks that a hypervisor gave to others
+    busy: int = 0  # ticks in which a processor of this machine had work, the stolen ones too
 
     @staticmethod
     def now() -> Machine:
-        throttled = stolen = 0
+        throttled = stolen = busy = 0
         with suppress(OSError, ValueError, StopIteration):
             lines = (line.split() for line in _CGROUP_CPU.read_text().splitlines())
             throttled = int(next(value for name, value in lines if name == "nr_throttled"))
         with suppress(OSError, ValueError, IndexError):
-            stolen = int(_STAT.read_text().split("\n", 1)[0].split()[8])
-        return Machine(throttled, stolen)
+            user, nice, system, _, _, irq, softirq, stolen = map(int, _STAT.read_text().split("\n", 1)[0].split()[1:9])
+            busy = user + nice + system + irq + softirq + stolen
+        return Machine(throttled, stolen, busy)
 
 
 def disturbances(before: Machine, after: Machine, device: torch.device) -> list[str]:
@@ -41,8 +45,9 @@ def disturbances(before: Machine, after: Machine, device: torch.device) -> list[
     found = []
     if after.throttled > before.throttled:
         found.append(f"the cgroup's CPU limit was reached {after.throttled - before.throttled} times")
-    if after.stolen > before.stolen:
-        found.append(f"a hypervisor took {after.stolen - before.stolen} ticks of CPU time")
+    ticks, wanted = after.stolen - before.stolen, after.busy - before.busy
+    if ticks > STOLEN * wanted:
+        found.append(f"a hypervisor took {ticks / max(wanted, 1):.0%} of the CPU time")
     if device.type == "cuda":
         found += _slowed(device)
     return found

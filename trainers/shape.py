@@ -162,6 +162,23 @@ class ModelShape:
         widths = sum(sum(size) for layer, size in self.linear_layers.items() if layer in targets)
         return self.num_hidden_layers * rank * widths
 
+    def to_hf_config(self) -> dict[str, Any]:
+        """Return the keys of a config.json that make a model of this shape: what from_hf_config reads."""
+        same = (
+            "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in same}
+        family = FAMILIES[self.model_type]
+        if family.attention_bias is None:
+            given["attention_bias"] = self.attention_bias
+        if self.sliding_window is not None:
+            switched = {"use_sliding_window": True, "max_window_layers": 0} if family.window_is_switched else {}
+            given |= {"sliding_window": self.sliding_window, **switched}
+        elif not family.window_is_switched and family.sliding_window is not None:
+            given["sliding_window"] = None
+        return given
+
     @classmethod
     def from_yaml(cls, path: str | Path) -> ModelShape:
         """Read a preset such as search_spaces/models/qwen3-0.6b.yaml: one mapping, its keys this class's fields."""

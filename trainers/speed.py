@@ -13,7 +13,7 @@ from trainers import batch as batching
 from trainers import flops, hardware, split
 from trainers.batch import Counts, Window
 from trainers.config import TrialConfig
-from trainers.engine import Engine, keeps_heads
+from trainers.engine import Engine
 from trainers.feed import Feed
 from trainers.memory import MemoryMeter
 from trainers.noise import Machine, disturbances
@@ -21,9 +21,11 @@ from trainers.ranks import World
 from trainers.result import Speed
 from trainers.strategies import Setting
 from trainers.timing import Stopwatch
+from trainers.token_loss import keeps_heads
 
 WINDOWS = 2  # two optimizer steps at least, on different batches
-LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+# Few values scatter little by chance: none is believed to be precise that rests on fewer than five.
+LEAST_ROUNDS, LEAST_IN_TIME, MOST_ROUNDS = 5, 3, 50
 NOISY = 1.2  # a window that takes so many times its median was disturbed
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal distribution's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -86,8 +88,8 @@ class Probe:
         while len(rounds) < MOST_ROUNDS:
             rounds.append(tuple(self.world.max(self._round(windows))))  # the same on all ranks, and so is what follows
             spent += sum(rounds[-1])
-            known = half_width(quiet([sum(r) for r in rounds])) <= run.precision
-            if len(rounds) >= LEAST_ROUNDS and (known or spent >= run.measure_seconds):
+            known = len(rounds) >= LEAST_ROUNDS and half_width(quiet([sum(r) for r in rounds])) <= run.precision
+            if known or (len(rounds) >= LEAST_IN_TIME and spent >= run.measure_seconds):
                 break
         return rounds
 

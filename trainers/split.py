@@ -63,10 +63,28 @@ class Seen:
 @contextmanager
 def profiled(device: torch.device) -> Iterator[Any]:
     """Run torch's profiler over what is inside; `steps_of` reads it afterwards."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or it prints when it starts and stops
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as profiler:
+    profiler = profile(activities=activities)
+    with _muted():
+        profiler.start()
+    try:
         yield profiler
+    finally:
+        with _muted():
+            profiler.stop()
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Drop what is written on standard error: of starting and stopping, torch's core tells with no way to say no."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextmanager

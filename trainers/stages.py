@@ -23,15 +23,16 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from trainers import activation_checkpointing, engine
+from trainers import activation_checkpointing, token_loss
 from trainers.adapter import bare
 from trainers.build import DTYPES, Built, is_tied
-from trainers.engine import Batch, Runner, loss_context, padded, whole_value
+from trainers.engine import Runner
 from trainers.gradients import local
 from trainers.layout import Layout
 from trainers.memory import MemoryMeter
 from trainers.strategies import Setting
 from trainers.strategies.pipeline import STAGES_OF_A_RANK, number_of_stages, schedule
+from trainers.token_loss import Batch, loss_context, padded, whole_value
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -197,7 +198,7 @@ class Pipeline(Runner):
                 inputs = self._received(*batch["input_ids"].shape) if i else batch["input_ids"]
                 output = part(inputs, position_ids=batch["position_ids"])
                 if i == self._count - 1:
-                    total += whole_value(engine.loss_sum(output, batch["targets"]))
+                    total += whole_value(token_loss.loss_sum(output, batch["targets"]))
                 else:
                     self._send(output)
         return total
@@ -279,7 +280,7 @@ class Pipeline(Runner):
 
 def scaled_loss(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
     """Return what a micro batch backpropagates, a scalar."""
-    return engine.loss_sum(logits, targets) * scale
+    return token_loss.loss_sum(logits, targets) * scale
 
 
 def tied_embedding(model: nn.Module) -> nn.Parameter | None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from trainers.config import TrialConfig
+from trainers.config import RunConfig, TrialConfig
 from trainers.memory import MemoryMeter
 from trainers.memory_trace import MemoryTrace
 from trainers.ranks import World
 
+SHOWN_BY = {"time": "; open them at https://ui.perfetto.dev"}
 MOST_EVENTS = 200_000  # of the allocator's history on CUDA
 
 
@@ -24,7 +25,7 @@ class Traces:
 
     def __init__(self, config: TrialConfig, world: World) -> None:
         self._wanted, self._world = config.run.trace, world
-        self._folder = Path(config.run.trace_dir or config.run.output_dir or ".")
+        self._folder = folder_of(config.run)
 
     def time(self, profiler: Any) -> None:
         """Write a profile of time, to be opened in Perfetto."""
@@ -55,5 +56,19 @@ class Traces:
             json.dump(trace.timeline(), file)
 
     def _path(self, kind: str, ending: str) -> Path:
+        assert self._folder is not None, "a trace has a place: see `faults`"
         self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder / f"{kind}-{self._world.rank}.{ending}"
+
+
+def folder_of(run: RunConfig) -> Path | None:
+    """Return where the traces of a job go, if anywhere."""
+    folder = run.trace_dir or run.output_dir
+    return Path(folder) if folder is not None and run.trace != "none" else None
+
+
+def faults(run: RunConfig) -> list[str]:
+    """Return what is wrong with what is asked for."""
+    if run.trace == "none" or folder_of(run) is not None:
+        return []
+    return [f"run.trace={run.trace} has no place: give run.output_dir, or run.trace_dir"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers import config as configs
-from trainers import model, ranks
+from trainers import model, ranks, traces
 from trainers.config import TrialConfig
 from trainers.diagnose import Fault, WorkerFault, is_consequence
 from trainers.errors import UserError
@@ -125,11 +125,13 @@ def resolve(config: TrialConfig) -> TrialConfig:
     except ValueError as error:
         faults.append(str(error))
     out = str(Path(config.run.output_dir).expanduser().resolve()) if config.run.output_dir else None
+    trace_dir = str(Path(config.run.trace_dir).expanduser().resolve()) if config.run.trace_dir else None
     eval_data = locate_data(config.eval_data) if config.eval_data else None
     device = ranks.resolve_device(config.run.device)
     located = model.locate(config.model)
     shape = model.shape(located, config.model_revision)
     faults += illegal(Setting(config.learning, config.system, plan, shape, device))
+    faults += traces.faults(config.run)
     if faults:
         raise UserError(faults)
     return dataclasses.replace(
@@ -137,7 +139,7 @@ def resolve(config: TrialConfig) -> TrialConfig:
         model=located,
         data=locate_data(config.data),
         eval_data=eval_data,
-        run=dataclasses.replace(config.run, output_dir=out, device=device),
+        run=dataclasses.replace(config.run, output_dir=out, trace_dir=trace_dir, device=device),
     )
 
 
@@ -154,8 +156,10 @@ def run(config: TrialConfig, world: World) -> None:
     for name, value in figures.items():
         print(f"{name:32} {value:.6g}")
     print(f"stopped: {result.stop_reason}")
+    if (kept := traces.folder_of(config.run)) is not None:
+        print(f"traces of {config.run.trace} are in {kept}{traces.SHOWN_BY.get(config.run.trace, '')}")
     if not config.run.output_dir:
-        print("nothing was kept: give run.output_dir to keep saves and result.json")
+        print("no weights and no result.json were kept: give run.output_dir to keep them")
     if config.run.output_dir:
         out = Path(config.run.output_dir)
         out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 from tests.strategies.cells import SAMPLES, Cell
 from tests.strategies.reference import Trace, collated, exact_norms, targets_of, window
 from trainers import batch as batching
-from trainers import engine as engines
+from trainers import token_loss
 from trainers.adapter import saved_name
 from trainers.config import LearningConfig
 from trainers.engine import Engine
@@ -98,15 +98,15 @@ def prove(
 @contextmanager
 def mean_of_means(rank: Rank) -> Iterator[None]:
     """Make the usual mistake: each micro batch's mean, averaged over the micro batches of all ranks."""
-    right, targets = engines.loss_sum, targets_of(window(0, SAMPLES))
+    right, targets = token_loss.loss_sum, targets_of(window(0, SAMPLES))
     micro_batches = SAMPLES // rank.cell.system.micro_batch_size
 
     def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         count = max(int((labels != -100).sum()), 1)
         return right(logits, labels) * (targets / (count * micro_batches))
 
-    engines.loss_sum = wrong
+    token_loss.loss_sum = wrong
     try:
         yield
     finally:
-        engines.loss_sum = right
+        token_loss.loss_sum = right

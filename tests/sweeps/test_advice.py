@@ -124,3 +124,37 @@ def test_scaling_worked_by_hand() -> None:
     assert most.speedup == pytest.approx(2.8)
     assert most.efficiency == pytest.approx(0.7)
     assert most.gpu_time_ratio == pytest.approx(1.43, abs=0.005)
+
+
+BUSY = parts(forward=0.3, backward=0.7)
+
+
+def test_what_the_sweep_has_refuted_is_told_and_the_next_way_follows() -> None:
+    before = trial(0, gib(weights=2, activations=6))
+    worse = trial(1, gib(weights=2, activations=7), config={"micro_batch_size": 2})
+    found = [a for a in advise([before, worse], None) if a.trial_id == "000" and a.figure == "peak_memory_gib"]
+    assert [(a.change, a.refuted) for a in found] == [
+        ({"micro_batch_size": 2}, True),
+        ({"activation_checkpointing": "full"}, False),
+    ]
+
+
+def test_a_larger_batch_that_did_not_fit_is_refuted_whatever_the_learning_rate() -> None:
+    before = trial(0, gib(weights=2), target_tokens_per_second=1000.0, config={"learning_rate": 1e-3}, **BUSY)
+    does_not_fit = trial(1, status="OOM", phase="backward", config={"micro_batch_size": 8, "learning_rate": 1e-4})
+    advice = first(advise([before, does_not_fit], None), "000", "target_tokens_per_second")
+    assert (advice.verdict, advice.refuted) == ("trial 001: OOM", True)
+
+
+def test_what_may_not_run_is_not_advised() -> None:
+    before = trial(0, gib(weights=2, activations=6), target_tokens_per_second=1000.0, **BUSY)
+    found = advise([before], None, legal=lambda config: config["micro_batch_size"] == 4)
+    assert [a.change for a in found] == [{"activation_checkpointing": "full"}]
+
+
+def test_the_speed_of_a_trial_is_that_of_its_latest_timing() -> None:
+    before = trial(0, gib(weights=2), target_tokens_per_second=1000.0, **BUSY)
+    after = trial(1, gib(weights=2), target_tokens_per_second=1100.0, config={"micro_batch_size": 8}, **BUSY)
+    again = trial(2, gib(weights=2), target_tokens_per_second=900.0, **BUSY).model_copy(update={"repeats": "001"})
+    verdict = first(advise([before, after, again], None), "000", "target_tokens_per_second").verdict
+    assert verdict == "trial 001: 1000 → 900, did not help"

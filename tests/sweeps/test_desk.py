@@ -109,4 +109,4 @@ def test_drift_is_told_where_it_is_more_than_both_intervals() -> None:
     first = timed("000", "c0", 100.0)
     assert drifts([first, timed("001", "c0", 97.0, repeats="000")]) == []
     (told,) = drifts([first, timed("001", "c0", 90.0, repeats="000")])
-    assert told.startswith("trial 000, timed again as 001, is -10% against before")
+    assert told.startswith("trial 000 was timed again as trial 001, and was 10% slower")

@@ -123,12 +123,14 @@ def test_a_pipelines_micro_batches_have_one_length() -> None:
     assert batch.count_window(window, samples, 1, 2, alike=True) == Counts(40, 22, 4)
 
 
-def test_the_worst_micro_batch_has_the_most_slots() -> None:
+def test_the_extreme_micro_batches_have_the_fewest_slots_and_the_most() -> None:
     samples = Samples([2, 9, 4, 4], [1] * 4)
     updates = [Window(0, 0, (0, 2, 1, 3))]
     # dp=1, micro 2: (0, 2) has 8 slots, (1, 3) has 18. dp=2: rank 0 gets (0, 1) with 18, rank 1 (2, 3) with 8.
-    assert batch.worst_micro_batch(updates, samples, 1, 2) == (1, 3)
-    assert batch.worst_micro_batch(updates, samples, 2, 2) == (0, 1)
+    assert batch.extreme_micro_batches(updates, samples, 1, 2) == ((0, 2), (1, 3))
+    assert batch.extreme_micro_batches(updates, samples, 2, 2) == ((2, 3), (0, 1))
+    # dp=3, micro 2: (0, 3) has 8 slots, and ranks 1 and 2 one sample each.
+    assert batch.extreme_micro_batches(updates, samples, 3, 2) == ((2,), (1,))
 
 
 def test_fingerprints_see_the_samples_and_nothing_of_the_split() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
-from trainers.diagnose import Fault, Running, WorkerFault, classify, fault_of, is_consequence, root_cause
+from trainers.diagnose import Fault, Running, Use, WorkerFault, classify, fault_of, is_consequence, root_cause
 from trainers.errors import UserError
+from trainers.result import Accounts
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 CPU = (
@@ -155,3 +158,32 @@ def test_what_was_growing_and_the_longest_row(error: Exception, phase: str, acco
 def test_a_crash_says_nothing_of_memory() -> None:
     fault = fault_of(ValueError("bad label"), "forward", 0, ROW, TRACE)
     assert (fault.requested, fault.account, fault.row, fault.lines) == (None, "", "", [])
+
+
+def test_what_was_in_use_and_the_limit_that_was_reached() -> None:
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
+    held = Accounts(weights=3 * 2**20, activations=2**20)
+    fault = fault_of(error, "backward", 0, Running(), TRACE, Use(held, 2**29))
+    assert fault.lines[0] == "1.0 MiB were asked for, beyond memory_limit_gib=0.5"
+    assert (
+        "in use then: 4.0 MiB (weights 3.0, gradients 0.0, optimizer state 0.0, activations 1.0, temporary 0.0)"
+        in fault.lines
+    )
+    assert Fault.from_json(json.loads(json.dumps(dataclasses.asdict(fault)))) == fault
+
+
+def test_a_limit_that_was_not_reached_is_not_named() -> None:
+    """On a CPU untraced steps know no limit: there the machine itself had no more."""
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
+    assert fault_of(error, "backward", 0, Running(), TRACE, Use(None, 2**29)).limit is None
+
+
+def test_the_request_is_that_of_the_error_that_tells_the_kind() -> None:
+    try:
+        try:
+            raise asked(2**20)
+        except RuntimeError as inner:
+            raise ValueError("the step failed") from inner
+    except ValueError as error:
+        fault = fault_of(error, "forward", 0, ROW, TRACE)
+    assert (fault.kind, fault.requested) == ("device_oom", 2**20)

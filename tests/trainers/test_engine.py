@@ -19,17 +19,17 @@ from torch import nn
 from tests.rank_pool import RankPool
 from tests.strategies.reference import exact_norms
 from tests.trainers.tiny import OneWeight, build, no_target, targets
-from trainers import batch
-from trainers import engine as engines
+from trainers import batch, token_loss
 from trainers.adapter import apply_adapter
 from trainers.batch import Window
 from trainers.config import LearningConfig
 from trainers.data import TokenizedDataset
-from trainers.engine import Batch, NativeEngine, Step, loss_sum, schedule
+from trainers.engine import NativeEngine, Step, schedule
 from trainers.loop import Feed
 from trainers.memory import MemoryMeter
 from trainers.prepare import TrialData
 from trainers.ranks import current
+from trainers.token_loss import Batch, loss_sum
 
 Ranks = Callable[[int], RankPool]
 
@@ -148,7 +148,7 @@ class MeanOfMeans(NativeEngine):
 
     def step(self, micro_batches: Sequence[Batch], window_targets: int, meter: MemoryMeter) -> Step:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engines, "loss_sum", mean)
+            patch.setattr(token_loss, "loss_sum", mean)
             return super().step(micro_batches, len(micro_batches) * self._layout.world.size, meter)
 
 
@@ -289,14 +289,14 @@ def test_a_window_without_targets_is_zero_and_finite() -> None:
 def test_logits_are_made_where_a_row_has_a_target() -> None:
     """Position t predicts token t + 1: targets 3 and 4 of one row and 4 of the other need positions 2 and 3."""
     labels = torch.tensor([[-100, -100, -100, 7, 8, -100], [-100, -100, -100, -100, 9, -100]])
-    assert engines.head_columns(labels).tolist() == [2, 3]
-    assert engines.head_columns(torch.full((2, 4), -100)).tolist() == [0]  # one at least: the output head takes part
-    batch = engines.prepared({"input_ids": torch.zeros_like(labels), "labels": labels}, heads=True)
+    assert token_loss.head_columns(labels).tolist() == [2, 3]
+    assert token_loss.head_columns(torch.full((2, 4), -100)).tolist() == [0]  # one at least: the output head takes part
+    batch = token_loss.prepared({"input_ids": torch.zeros_like(labels), "labels": labels}, heads=True)
     assert batch["targets"][:, batch["head_columns"]].tolist() == [[7, 8], [-100, 9]]
 
 
 def test_half_precision_logits_give_a_float32_loss() -> None:
-    batch = engines.prepared(targets(*[1.0] * 300))
+    batch = token_loss.prepared(targets(*[1.0] * 300))
     logits = OneWeight()(**{k: batch[k] for k in ("input_ids", "position_ids")}, use_cache=False).logits.bfloat16()
     loss = loss_sum(logits, batch["targets"])
     assert loss.dtype == torch.float32

@@ -38,14 +38,16 @@ def test_frozen_weights_need_no_weight_gradient() -> None:
     assert flops.of_rows(Rows([5], 2, 5), TINY, LORA, "none").model == blocks + 2 * 4 * HEAD + attention
 
 
-def test_the_multiplier_of_lora() -> None:
+def test_lora_takes_two_thirds_of_full_fine_tuning() -> None:
     """NeMo Automodel PR#786: with a share s of the weights trained, (1 + 1 + s) / 3; for 0.25 % that is 0.6675."""
     wide = ModelShape("wide", "llama", 4096, 4096, 1, 1, 1, 4096, 1, 64, False)
     learning = LearningConfig(adapter="lora", lora_rank=1, lora_targets="q_proj")
     # Seven square matrices and an output head of one row; rank 1 on one of them trains 8192.
     everything = 7 * 4096**2 + 4096 + 8192
-    assert flops.multiplier(wide, learning) == pytest.approx((2 + 8192 / everything) / 3)
-    assert flops.multiplier(wide, FULL) == 1
+    attention = 3 * 4 * 4096  # of a row of one token
+    lora = flops.of_rows(Rows([1], 1, 1), wide, learning, "none").model - attention
+    full = flops.of_rows(Rows([1], 1, 1), wide, FULL, "none").model - attention
+    assert lora / full == pytest.approx((2 + 8192 / everything) / 3 * everything / (everything - 8192))
 
 
 def test_recomputation_is_hardware_only() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,18 @@ from tests.trainers.tiny import changed, config, data, train_here
 from trainers import batch, model
 from trainers.adapter import apply_adapter
 from trainers.config import TrialConfig
-from trainers.data import TokenizedDataset
+from trainers.data import IGNORED, TokenizedDataset
 from trainers.embedded import model as embedded
 from trainers.engine import NativeEngine
 from trainers.layout import Layout
 from trainers.loop import Feed, Hooks, evaluation_due, rehearse, verdict
 from trainers.memory import MemoryMeter
+from trainers.memory_trace import MemoryTrace
 from trainers.prepare import TrialData
 from trainers.ranks import current
 from trainers.result import Evaluation, History, TrialResult, Update
 from trainers.strategies import STRATEGIES, Setting
+from trainers.token_loss import Batch
 from trainers.weights import fill
 
 Ranks = Callable[[int], RankPool]
@@ -148,32 +152,84 @@ def test_the_rehearsal_changes_nothing(world: int, tokens: TrialData, ranks: Ran
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 def test_the_rehearsal_measures_what_an_accumulated_update_needs(accumulation: int, tokens: TrialData) -> None:
-    """Two micro batches stand for any number: from the second on, a forward pass runs beside the gradients."""
+    """Two micro batches stand for any number: from the second on, a forward pass runs beside the gradients.
+
+    What more of them take is their own tokens: two tensors of int64 each.
+    """
     world = current("cpu")
     peaks = []
     for real in (False, True):
         engine, feed, updates = job_up_to_the_rehearsal(config(adapter="full", learning_rate=1e-4), tokens)
         meter = MemoryMeter(world.device)
         if real:
-            batch, targets = feed.worst(updates)
-            engine.step([batch] * accumulation, targets * accumulation, meter)
+            engine.step(*window_of(feed, updates, accumulation), meter)
             with meter.tracing(engine.owned):
-                engine.step([batch] * accumulation, targets * accumulation, meter)
+                engine.step(*window_of(feed, updates, accumulation), meter)
         else:
             rehearse(engine, feed, updates, accumulation, meter)
         names = ("forward", "backward", "optimizer")
         peaks.append({name: meter.peaks(world)[name].worst for name in names})
         engine.close()
     rehearsed, measured = peaks
-    assert rehearsed == measured
+    inputs = 2 * 8 * slots_of_the_smallest(feed, updates) * max(0, accumulation - 2)
+    for name, peak in rehearsed.items():
+        assert peak.accounts.total + inputs == measured[name].accounts.total
+        states = ("weights", "gradients", "optimizer_state")
+        assert all(getattr(peak.accounts, s) == getattr(measured[name].accounts, s) for s in states)
+
+
+def window_of(feed: Feed, updates: list[batch.Window], accumulation: int) -> tuple[list[Batch], int]:
+    """Return a window that ends with the largest micro batch; those before are the smallest."""
+    (small, few), (last, many) = feed.extremes(updates, accumulation)
+    more = max(0, accumulation - 2)
+    copies = [{k: v.clone() for k, v in small[0].items()} for _ in range(more)]
+    return [*copies, *last], few * more + many
+
+
+def slots_of_the_smallest(feed: Feed, updates: list[batch.Window]) -> int:
+    return min(b["input_ids"].numel() for w in updates for b in feed.window(w)[0])
 
 
 def test_the_rehearsal_takes_the_largest_batch_of_the_run(tokens: TrialData) -> None:
     _, feed, updates = job_up_to_the_rehearsal(config(), tokens)
-    worst, targets = feed.worst(updates)
     slots = [b["input_ids"].numel() for w in updates for b in feed.window(w)[0]]
-    assert worst["input_ids"].numel() == max(slots)
-    assert targets == int((worst["labels"] != -100).sum())
+    (first, small_targets), (second, targets) = feed.extremes(updates, accumulation=3)
+    assert [b["input_ids"].numel() for b in first] == [min(slots)]
+    assert [b["input_ids"].numel() for b in second] == [min(slots), max(slots)]
+    assert small_targets == int((first[0]["labels"] != IGNORED).sum())
+    assert targets == sum(int((b["labels"] != IGNORED).sum()) for b in second)
+    assert len(list(feed.extremes(updates, accumulation=1))[1][0]) == 1
+
+
+def test_an_evaluation_leaves_nothing_behind(tokens: TrialData) -> None:
+    """litgpt#592: buffers that an evaluation kept let the next step run out of memory."""
+    engine, feed, updates = job_up_to_the_rehearsal(config(adapter="full", learning_rate=1e-4), tokens)
+    peaks = []
+    for evaluated in (False, False, True):  # the first step makes the optimizer's state
+        if evaluated:
+            engine.evaluate(feed.evaluation())
+        micro_batches, counts = feed.window(updates[0])
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.tracing(engine.owned):
+            engine.step(micro_batches, counts.targets, meter)
+        peaks.append({name: meter.peaks(current("cpu"))[name].worst for name in ("forward", "backward")})
+    engine.close()
+    assert peaks[2] == peaks[1]
+
+
+def test_saves_leave_nothing_behind(tokens: TrialData, tmp_path: Path) -> None:
+    """pytorch#104143: copies of every save stayed in host memory until there was none."""
+    engine, feed, updates = job_up_to_the_rehearsal(config(adapter="full", learning_rate=1e-4), tokens)
+    micro_batches, counts = feed.window(updates[0])
+    engine.step(micro_batches, counts.targets, MemoryMeter(torch.device("cpu")))
+    with MemoryTrace(torch.device("cpu"), engine.owned) as trace:
+        engine.save(tmp_path / "0")
+        held = trace.bytes
+        for n in range(1, 20):
+            engine.save(tmp_path / str(n))
+            shutil.rmtree(tmp_path / str(n - 1))
+        assert trace.bytes == held
+    engine.close()
 
 
 # Why a job stops

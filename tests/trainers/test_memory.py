@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainers.activation_checkpointing import contexts
 from trainers.memory import MemoryMeter
-from trainers.memory_trace import MemoryTrace, Owned
+from trainers.memory_trace import Limit, MemoryTrace, Owned
 from trainers.ranks import World
 from trainers.regions import LOSS, region
 from trainers.result import Account, Accounts, PhaseMemory, RankMemory
@@ -261,3 +261,33 @@ def test_the_phase_that_failed_stays_named() -> None:
     with meter.phase("eval"):  # tracing has ended with the failure
         floats(250)
     assert "eval" not in meter.peaks(ALONE)
+
+
+def test_where_memory_runs_out_it_is_known_what_was_in_use() -> None:
+    """A limit of 40 kB: 8 of a weight, 16 of activations, then 24 are asked for, and a backward pass never comes."""
+    weight = floats(2 * KB).requires_grad_()
+    meter, kept = MemoryMeter(CPU, Limit(40 * KB)), []
+    meter.keep = lambda trace: kept.append(len(trace.timeline()["bytes"]))
+
+    def fail() -> None:
+        with meter.tracing(lambda: [("weights", weight)]), meter.phase("forward"):
+            hidden = weight.exp()
+            hidden = hidden.exp()
+            torch.cat([hidden, hidden, hidden])
+
+    with pytest.raises(RuntimeError, match="you tried to allocate 24000 bytes"):
+        fail()
+    assert meter.failed == Accounts(weights=8 * KB, activations=16 * KB)
+    assert kept  # what was traced until then
+
+
+def test_an_error_that_is_not_of_memory_notes_nothing() -> None:
+    meter = MemoryMeter(CPU)
+
+    def fail() -> None:
+        with meter.tracing(lambda: []), meter.phase("forward"):
+            torch.ones(2) @ torch.ones(3)
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert meter.failed is None

@@ -12,7 +12,7 @@ import torch
 from sweeps.parity import judge
 from tests.rank_pool import RankPool
 from tests.trainers.tiny import changed, config, data, train_here
-from trainers import deepspeed_engine, engine
+from trainers import token_loss
 from trainers.config import SystemConfig, TrialConfig, from_tree
 from trainers.data import tokenize
 from trainers.deepspeed_engine import DeepSpeedEngine
@@ -83,14 +83,13 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropped_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second rank's share of the gradient is lost."""
-    rank, right = current("cpu").rank, engine.loss_of
+    rank, right = current("cpu").rank, token_loss.loss_of
 
     def wrong(model: Any, batch: Any) -> torch.Tensor:
         loss = right(model, batch)
         return loss if rank == 0 or not loss.requires_grad else loss.detach() + 0.0 * loss
 
-    monkeypatch.setattr(engine, "loss_of", wrong)
-    monkeypatch.setattr(deepspeed_engine, "loss_of", wrong)
+    monkeypatch.setattr(token_loss, "loss_of", wrong)
 
 
 def divided_twice(monkeypatch: pytest.MonkeyPatch) -> None:

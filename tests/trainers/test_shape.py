@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,20 @@ def test_yaml_that_is_no_preset(tmp_path: Path, text: str, fault: str) -> None:
 def test_imports_neither_torch_nor_pydantic() -> None:
     code = "import sys, trainers.shape; assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_a_shape_survives_the_way_through_a_config(path: Path) -> None:
+    """Of Hugging Face's own class, so that what it assumes for keys that are not given counts."""
+    from transformers import AutoConfig
+
+    shape = ModelShape.from_yaml(path)
+    given = shape.to_hf_config()
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    assert ModelShape.from_hf_config(config.to_dict(), shape.name) == shape
+    slid = replace(shape, sliding_window=512)
+    given = slid.to_hf_config()
+    if shape.model_type == "llama":
+        return  # whose attention knows no window
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    assert ModelShape.from_hf_config(config.to_dict(), shape.name) == slid

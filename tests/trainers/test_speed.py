@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import subprocess
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.rank_pool import RankPool
 from tests.trainers.tiny import config, data, train_here
 from trainers import batch
 from trainers.batch import Samples
+from trainers.noise import Machine, disturbances
 from trainers.prepare import TrialData
+from trainers.ranks import World
 from trainers.result import Accounts, PhaseMemory, RankMemory, Speed, TrialResult
 from trainers.speed import half_width, noisy, quiet
 from trainers.split import PARTS
-from trainers.timing import doubts, impossible, summarize
+from trainers.timing import Stopwatch, doubts, impossible, summarize
 
 SPEED = Speed(
     rounds=((1.0, 3.0), (1.0, 3.0), (2.0, 8.0)),
@@ -135,9 +141,59 @@ def test_measuring_changes_nothing_of_what_is_learned(tokens: TrialData) -> None
     assert [u.loss for u in measured.updates] == [u.loss for u in plain.updates]
     speed = measured.speed
     assert speed is not None
-    assert len(speed.rounds) == 5
+    assert len(speed.rounds) == 3  # the time is over before, but fewer would tell nothing
     assert sum(speed.parts.values()) == pytest.approx(speed.profiled_step_s)
     assert 0 < summarize(measured)["mfu"] <= summarize(measured)["hfu"] < 1
     windows = batch.stratified(tokens.train.samples(), 4, 2, seed=0)
     lengths = tokens.train.samples().lengths
     assert speed.tokens == sum(lengths[i] for w in windows for i in w.sample_ids)
+
+
+def test_a_little_stolen_time_is_no_disturbance() -> None:
+    """Ticks of processors that had work: of 1,000, ten are 1 %, and usual; eleven are told."""
+    cpu, before = torch.device("cpu"), Machine(throttled=3, stolen=40, busy=5_000)
+    assert disturbances(before, Machine(3, 50, 6_000), cpu) == []
+    assert disturbances(before, Machine(3, 51, 6_000), cpu) == ["a hypervisor took 1% of the CPU time"]
+    assert disturbances(before, Machine(5, 40, 6_000), cpu) == ["the cgroup's CPU limit was reached 2 times"]
+
+
+def test_a_device_that_slows_itself_down_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi's mask of reasons: 0x4 is the power cap, 0x20 a thermal one, 0x1 that nothing runs."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="8c5e"))
+    asked: list[list[str]] = []
+
+    def smi(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="0x0000000000000025\n")
+
+    monkeypatch.setattr(subprocess, "run", smi)
+    told = disturbances(Machine(), Machine(), torch.device("cuda", 0))
+    assert told == ["the GPU is slowed by its power limit", "the GPU is slowed by software thermal slowdown"]
+    assert asked[0][-1] == "GPU-8c5e"
+
+
+def test_the_clock_of_a_device_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """petals#456: without waiting, a step of 50 ms takes no time. A device whose work ends 50 ms after its launch."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.done = time.perf_counter() + 0.05 * Event.launched
+
+        def synchronize(self) -> None:
+            time.sleep(max(0.0, self.done - time.perf_counter()))
+            self.waited = True
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.waited
+            return (end.done - self.done) * 1000
+
+        launched, waited = 0, False
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    watch = Stopwatch(World(0, 1, torch.device("cuda")))
+    watch.start()
+    Event.launched = 1
+    assert watch.stop() >= 0.05

@@ -134,12 +134,12 @@ def test_a_failure_of_the_job_says_what_is_known_and_is_status_1(
     def fail(*_: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes\nmore")
 
-    monkeypatch.setattr("trainers.engine.loss_sum", fail)
+    monkeypatch.setattr("trainers.token_loss.loss_sum", fail)
     assert train.main([write(tmp_path)]) == 1
     line, *more = capsys.readouterr().err.splitlines()
     assert line.startswith("failed: host_oom: rank 0, forward: RuntimeError: DefaultCPUAllocator: can't allocate")
     assert more[1] == "  what was growing: activations"
-    assert "data.jsonl:6, 107 tokens" in more[2]
+    assert "data.jsonl:2, 102 tokens" in more[2]  # of the smallest batch, with which the rehearsal begins
 
 
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

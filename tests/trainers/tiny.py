@@ -13,7 +13,7 @@ from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig
 from trainers.data import tokenize
 from trainers.embedded import model as embedded
 from trainers.embedded import task
-from trainers.engine import Batch, NativeEngine
+from trainers.engine import NativeEngine
 from trainers.layout import Layout
 from trainers.loop import Hooks, train
 from trainers.memory import MemoryMeter
@@ -22,6 +22,7 @@ from trainers.ranks import World, current
 from trainers.result import TrialResult
 from trainers.rows import from_records
 from trainers.strategies import STRATEGIES, Setting
+from trainers.token_loss import Batch
 
 LOSSES = [0.0, 0.2, 1.0, 4.0]
 
