@@ -22,6 +22,10 @@ from typing import Any
 
 import torch
 
+# As a script this file's folder is first on the path, and not the project's.
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 from benchmarks.gpu_memory import measure
 from trainers import model
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig, from_tree
@@ -152,11 +156,8 @@ def save_random(shape: ModelShape, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
-    )  # fmt: skip
-    config = AutoConfig.for_model(shape.model_type, **{name: getattr(shape, name) for name in names})
+    given = {name: value for name, value in shape.to_hf_config().items() if name != "dtype"}
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(folder)

@@ -28,6 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+# As a script this file's folder is first on the path, and not the project's.
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 from benchmarks.gpu_check import PRESETS, save_random
 from trainers import batch as batching
 from trainers import model
