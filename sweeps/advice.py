@@ -21,7 +21,15 @@ TOLERANCE = 0.2  # relative: how far from what was expected a change may come ou
 DERIVED = {"gradient_accumulation_steps"}
 # Options that come and go with a value of another axis.
 OPTIONS = {
-    "strategy": {"zero_stage", "zero_engine", "offload", "reshard_after_forward", "dp_replicate", "reduce_dtype"},
+    "strategy": {
+        "zero_stage",
+        "zero_engine",
+        "offload",
+        "reshard_after_forward",
+        "sync_each_batch",
+        "dp_replicate",
+        "reduce_dtype",
+    },
     "adapter": {"lora_rank", "lora_alpha", "lora_dropout", "lora_targets"},
 }
 # What is learned with these costs no other memory or time.
@@ -235,6 +243,8 @@ def _less_talk(config: Config) -> tuple[str, dict[str, Any]]:
     """Return how to communicate less often or less in all."""
     if config.get("strategy") == "zero" and int(config.get("zero_stage") or 1) > 1:
         return "divide less (zero_stage=1), if memory allows", {"zero_stage": 1}
+    if config.get("sync_each_batch") and int(config.get("gradient_accumulation_steps") or 1) > 1:
+        return "sync_each_batch=false sums gradients once an update, if memory allows", {"sync_each_batch": False}
     if config.get("reshard_after_forward"):
         text = "reshard_after_forward=false gathers once instead of twice, if memory allows"
         return text, {"reshard_after_forward": False}

@@ -13,6 +13,7 @@ SHORT = {
     "activation_checkpointing": "recompute",
     "offload_activations": "offload_act",
     "reshard_after_forward": "reshard",
+    "sync_each_batch": "sync",
     "zero_stage": "stage",
     "zero_engine": "engine",
     "pp_schedule": "schedule",
@@ -34,7 +35,15 @@ FIGURES = (
 
 
 # Axes whose value 1, false or none says something.
-NEVER_OFF = ("num_workers", "micro_batch_size", "zero_stage", "reshard_after_forward", "lora_rank", "global_batch_size")
+NEVER_OFF = (
+    "num_workers",
+    "micro_batch_size",
+    "zero_stage",
+    "reshard_after_forward",
+    "sync_each_batch",
+    "lora_rank",
+    "global_batch_size",
+)
 
 
 def words(config: Mapping[str, Any], axes: Sequence[str]) -> str:

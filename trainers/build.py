@@ -32,14 +32,17 @@ def build(
     setting: Setting,
     layout: Layout,
     prepare: Callable[[nn.Module], None] | None = None,
+    weights: Weights | None = None,
 ) -> Built:
     """Build, divide and fill the model. Each rank reads the weights that it holds, and no others.
 
-    `prepare` is called with the bare model first: a proof in float64 needs other norms than transformers'.
+    `prepare` is called with the bare model first: a proof in float64 needs other norms than transformers'. `weights`:
+    where they are read from; None: the model's own.
     """
     system, dtype = setting.system, DTYPES[setting.weight_dtype]
     strategy = STRATEGIES[system.strategy]
-    weights = Weights.of(name, revision) if setting.shape is not None else None
+    if weights is None and setting.shape is not None:
+        weights = Weights.of(name, revision)
 
     # 1. The model, without memory where its weights can be read by name.
     base = (
@@ -74,6 +77,7 @@ def build(
 def give_memory(module: nn.Module, weights: Weights | None, setting: Setting, layout: Layout) -> None:
     """Allocate what this rank holds of a module, and copy the weights into it; an adapter's first ones in any case."""
     if weights is not None:
+        weights.begin()
         offloaded = setting.options.get("offload") == "parameters"
         materialize(module, torch.device("cpu") if offloaded else layout.device)
     fill(module, weights, setting.learning.seed)

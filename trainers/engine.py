@@ -94,7 +94,7 @@ class Engine(ABC):
             "eps": learning.adam_epsilon,
             "weight_decay": learning.weight_decay,
             # one kernel, and no second copy of the parameters as foreach needs
-            "fused": True if self._layout.device.type == "cuda" else None,
+            "fused": True if self._setting.device == "cuda" else None,
         }
 
     def _rate_factor(self, update: int) -> float:
@@ -301,7 +301,7 @@ class OneByOne(Runner):
         total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
         for i, batch in enumerate(batches):
             meter.micro_step, last = i, i == count - 1
-            with self._strategy.accumulating(self._model, last), loss_context(self._setting):
+            with self._strategy.accumulating(self._model, self._setting, last), loss_context(self._setting):
                 with meter.phase("forward"), activation_checkpointing.offloaded(offload, self._layout.device):
                     loss = token_loss.loss_of(self._model, batch)
                 with meter.phase("backward"):

@@ -30,8 +30,8 @@ class MemoryMeter:
     tenth of a millisecond: of the steps that are timed only the peak over all of them is taken, as phase `training`.
     """
 
-    def __init__(self, device: torch.device, limit: Limit | None = None) -> None:
-        self.device, self.limit = device, limit
+    def __init__(self, device: torch.device, limit: Limit | None = None, granule: int | None = None) -> None:
+        self.device, self.limit, self._granule = device, limit, granule
         self.failed: Accounts | None = None  # what was in use when an operation of a traced phase failed
         # Where a failure happened: the phase that is running, or ran last; in it the micro batch, and what that holds.
         self.current = "load"
@@ -46,7 +46,7 @@ class MemoryMeter:
     @contextmanager
     def tracing(self, owned: Owned) -> Iterator[None]:
         """Trace allocations inside; `owned` yields what lives between steps, when it is asked."""
-        trace = MemoryTrace(self.device, owned, self.limit)
+        trace = MemoryTrace(self.device, owned, self.limit, self._granule)
         try:
             with trace:
                 self._trace = trace
@@ -106,10 +106,14 @@ class MemoryMeter:
             max(found.host, known.host),
         )
 
+    def own_peaks(self) -> dict[str, RankMemory]:
+        """Return this rank's peak of each phase so far."""
+        return dict(self._peaks)
+
     def peaks(self, world: World) -> dict[str, PhaseMemory]:
         """Return each phase's peaks by rank. Every rank must call it."""
         self._ask("training")
-        by_rank = world.gather(self._peaks)
+        by_rank = world.gather(self.own_peaks())
         names = sorted({name for peaks in by_rank for name in peaks})
         nothing = RankMemory(0, 0, Accounts())
         return {name: PhaseMemory(tuple(peaks.get(name, nothing) for peaks in by_rank)) for name in names}

@@ -72,11 +72,14 @@ class MemoryTrace(TorchDispatchMode):
     loss, gathered weights and other buffers that change their size, what optimizers and collectives need.
     """
 
-    def __init__(self, device: torch.device, owned: Owned, limit: Limit | None = None) -> None:
+    def __init__(
+        self, device: torch.device, owned: Owned, limit: Limit | None = None, granule: int | None = None
+    ) -> None:
+        """`granule`: bytes to a multiple of which the device's allocator rounds requests, where it is another's."""
         super().__init__()
         self._device, self._owned = device.type, owned
         self._limit = limit if device.type == "cpu" else None  # CUDA's allocator keeps its own
-        self._granule = GRANULE if device.type == "cuda" else 1
+        self._granule = granule or (GRANULE if device.type == "cuda" else 1)
         self._alive: dict[int, Block] = {}
         self._events: list[tuple[int, Block]] = []  # bytes made (or freed, negative) of a block, in order
         self._host: list[tuple[int, int]] = []  # number of events before, bytes made or freed in host memory
@@ -203,16 +206,15 @@ class MemoryTrace(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         local = getattr(tensor, "_local_tensor", tensor)
         if local.device.type != "meta":
-            self._see_storage(local.untyped_storage())
+            self._see_storage(local.untyped_storage(), local.device.type == self._device)
 
-    def _see_storage(self, storage: Any) -> None:
+    def _see_storage(self, storage: Any, on_device: bool) -> None:
         key = storage._cdata
         if key in self._alive or not storage.nbytes():
             return
         task = self._where()
         block = Block(0, self._backwards, task, self._recomputations if self._recomputing else -1)
         block.account = "temporary" if regions.inside(regions.LOSS) else None
-        on_device = storage.device.type == self._device
         self._alive[key] = block
 
         def freed(_: Any) -> None:
@@ -237,12 +239,13 @@ class MemoryTrace(TorchDispatchMode):
         return -(-size // self._granule) * self._granule
 
     def _resized(self, storage: Any) -> None:
-        self._see_storage(storage)
+        on_device = storage.device.type in (self._device, "meta")  # those of fake tensors are on no device
+        self._see_storage(storage, on_device)
         block = self._alive.get(storage._cdata)
         if block is not None:
             block.account = block.account or "temporary"  # FSDP2's way to free and to get again what it gathers
             if change := storage.nbytes() - block.size:
-                self._change(block, change, storage.device.type == self._device)
+                self._change(block, change, on_device)
 
     def _assign(self, tensor: torch.Tensor, account: Account) -> None:
         local = getattr(tensor, "_local_tensor", tensor)

@@ -54,6 +54,9 @@ class Weights:
                 found |= dict.fromkeys(opened.keys(), file)
         return Weights(found, described)
 
+    def begin(self) -> None:
+        """Is called before a rank's parameters are given memory."""
+
     def piece(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """Return `size` elements from `offset` of each dimension, on the CPU. UserError: it is not there."""
         from safetensors import safe_open

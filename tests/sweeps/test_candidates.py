@@ -74,7 +74,7 @@ class Zero(Strategy):
     def apply(self, model: Any, world: Any) -> Any:
         raise AssertionError("nothing is wrapped here")
 
-    def accumulating(self, wrapped: Any) -> AbstractContextManager[None]:
+    def accumulating(self, wrapped: Any, setting: Any, last: bool) -> AbstractContextManager[None]:
         raise AssertionError("nothing is trained here")
 
     def gradient_divisor(self, plan: Plan) -> int:

@@ -92,10 +92,10 @@ class Strategy(ABC):
     def make_engine(
         self, model: str, revision: str | None, setting: Setting, layout: Layout, total_updates: int, **options: Any
     ) -> Engine:
-        """Build the engine that does the updates. `options`: `optimizer`, and `prepare`, see trainers.build."""
+        """Build the engine that does the updates. `options`: `optimizer`; `prepare`, `weights`: see trainers.build."""
         from trainers.build import build
 
-        built = build(model, revision, setting, layout, options.pop("prepare", None))
+        built = build(model, revision, setting, layout, options.pop("prepare", None), options.pop("weights", None))
         return self.engine(setting)(built, setting, layout, total_updates, **options)
 
     def engine(self, setting: Setting) -> type[Engine]:
@@ -121,8 +121,8 @@ class Strategy(ABC):
         return True
 
     @abstractmethod
-    def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro step; gradients are communicated in the last one of a window."""
+    def accumulating(self, wrapped: nn.Module, setting: Setting, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro step, the `last` of its window or not; where gradients are communicated."""
 
     @abstractmethod
     def gradient_divisor(self, setting: Setting) -> int:

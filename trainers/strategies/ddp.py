@@ -41,7 +41,7 @@ class DDP(Strategy):
         )
 
     @contextmanager
-    def accumulating(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+    def accumulating(self, wrapped: nn.Module, setting: Setting, last: bool) -> Iterator[None]:
         from torch.nn.parallel import DistributedDataParallel
 
         if isinstance(wrapped, DistributedDataParallel) and not last:

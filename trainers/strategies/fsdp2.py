@@ -29,6 +29,13 @@ class FSDP2(Strategy):
             True,
             "free a block's gathered weights after its forward pass, and gather them again for the backward pass",
         ),
+        Option(
+            "sync_each_batch",
+            bool,
+            True,
+            "sum gradients over ranks after every micro batch, so that each keeps its shards of them; false: once an "
+            "update, which sends less, and until then every rank holds whole ones (a pipeline does so in any case)",
+        ),
         Option("dp_replicate", int, 1, "copies of the shards: hybrid sharding, dp_replicate × dp_shard"),
         Option("reduce_dtype", str, "float32", "dtype in which gradients are summed", ("float32", "bfloat16")),
         Option("offload", str, "none", "what is kept in host memory", ("none", "parameters")),
@@ -65,8 +72,8 @@ class FSDP2(Strategy):
         return wrapped_by_block(module, lambda part: fully_shard(part, **options))
 
     @contextmanager
-    def accumulating(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        cast(Any, wrapped).set_requires_gradient_sync(last)
+    def accumulating(self, wrapped: nn.Module, setting: Setting, last: bool) -> Iterator[None]:
+        cast(Any, wrapped).set_requires_gradient_sync(last or bool(setting.options.get("sync_each_batch", True)))
         yield
 
     def gradient_divisor(self, setting: Setting) -> int:

@@ -77,8 +77,8 @@ class Zero(Strategy):
             return module  # its engine wraps the model
         return STRATEGIES["ddp"].apply(module, setting, layout)
 
-    def accumulating(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return STRATEGIES["ddp"].accumulating(wrapped, last)
+    def accumulating(self, wrapped: nn.Module, setting: Setting, last: bool) -> AbstractContextManager[None]:
+        return STRATEGIES["ddp"].accumulating(wrapped, setting, last)
 
     def keeps_gradients(self, setting: Setting) -> bool:
         return setting.options["zero_engine"] == "torch" and STRATEGIES["ddp"].keeps_gradients(setting)

@@ -1,0 +1,218 @@
+"""A step of the real code on fake tensors: what a rank of any world would allocate, without memory, weights or GPU.
+
+The model, its adapter, the way it is divided, the engine and the loss are those that train; tensors have shapes and no
+data, and the process group sends nothing. On the CPU, whatever the device: there torch's attention keeps what the
+kernels of CUDA keep, and fake tensors of CUDA need CUDA. What is not seen: the CUDA context, the workspaces of
+libraries, the buffers of NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainers.engine import Engine
+from trainers.layout import Layout
+from trainers.memory import MemoryMeter
+from trainers.memory_trace import GRANULE
+from trainers.ranks import World
+from trainers.result import RankMemory
+from trainers.shape import ModelShape
+from trainers.strategies import STRATEGIES, Setting
+from trainers.token_loss import Batch, keeps_heads
+from trainers.weights import Weights
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What memory follows from: rows, padded to `tokens` each, and at how many of these positions logits are made."""
+
+    rows: int
+    tokens: int
+    heads: int
+
+
+class CannotSimulate(Exception):
+    """This setting has a part that does not run on fake tensors."""
+
+
+def simulate(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int = 0) -> dict[str, RankMemory]:
+    """Return the peak of each phase on one rank, in two updates whose micro batches are all `batch`.
+
+    For a process of its own: it joins a fake process group, of which there must be none, and leaves it again. Raises
+    CannotSimulate.
+    """
+    if setting.device == "cuda" and (setting.system.offload_activations or _offloads(setting)):
+        raise CannotSimulate("what is offloaded from CUDA to host memory cannot be told apart on fake tensors")
+    meter = MemoryMeter(CPU, granule=GRANULE if setting.device == "cuda" else None)
+    with fake_group(rank, setting.plan.world), tempfile.TemporaryDirectory(prefix="simulated-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape.to_hf_config()))
+        layout = Layout(setting.plan, World(rank, setting.plan.world, CPU))
+        _ = layout.mesh, layout.data, layout.shard  # a mesh is made of real tensors
+        with pretended():
+            return _stepped(folder, setting, layout, batch, meter)
+
+
+def _stepped(
+    folder: str, setting: Setting, layout: Layout, batch: MicroBatch, meter: MemoryMeter
+) -> dict[str, RankMemory]:
+    accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+    made: list[Engine] = []
+    with ExitStack() as fake, ExitStack() as loading:
+
+        def begin() -> None:  # before, all is on the meta device, and adapters could not be put on fake tensors
+            fake.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            fake.enter_context(Scalars())
+            loading.enter_context(meter.tracing(lambda: made[0].owned() if made else ()))
+            loading.enter_context(meter.phase("load"))
+
+        strategy = STRATEGIES[setting.system.strategy]
+        made.append(strategy.make_engine(folder, None, setting, layout, 2, weights=Imagined(begin)))
+        loading.close()
+        with meter.tracing(made[0].owned):
+            for steps in (1, min(2, accumulation)):
+                made[0].step([imagined(batch, setting) for _ in range(steps)], 1, meter)
+            with meter.phase("eval"):
+                made[0].evaluate([imagined(batch, setting)])
+        made.pop().close()
+    return meter.own_peaks()
+
+
+def imagined(batch: MicroBatch, setting: Setting) -> Batch:
+    """Return a micro batch without content, as the feed gives it."""
+    tokens = {name: torch.zeros(batch.rows, batch.tokens, dtype=torch.int64) for name in ("input_ids", "labels")}
+    if not keeps_heads(setting):
+        return tokens
+    return {**tokens, "head_columns": torch.zeros(batch.heads, dtype=torch.int64)}
+
+
+class Imagined(Weights):
+    """Weights of any name and shape; `begin` is called before the first of them."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__({}, "a simulation")
+        self._begin: Callable[[], None] | None = begin
+
+    def begin(self) -> None:
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
+
+    def piece(self, name: str, offset: Any, size: Any) -> torch.Tensor:
+        return torch.empty(tuple(size))
+
+
+class Scalars(TorchDispatchMode):
+    """Answers what a fake tensor's number is: one, or not; no branch of a step depends on more."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fake_group(rank: int, size: int) -> Iterator[None]:
+    """Join a process group in which nothing is sent and every collective is done at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Exchange what looks at the content of tensors, or needs their memory."""
+    with (
+        # It looks whether positions start anew within a row. Ours do not.
+        mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
+        mock.patch("torch.nn.parallel.DistributedDataParallel", Buckets),
+    ):
+        yield
+
+
+class Buckets(nn.Module):
+    """Stands for DistributedDataParallel with buckets as gradients: one copy of all gradients, there from the start."""
+
+    def __init__(self, module: nn.Module, **_: Any) -> None:
+        super().__init__()
+        self.module = module
+        trained = [p for p in module.parameters() if p.requires_grad]
+        flat = torch.zeros(sum(p.numel() for p in trained), dtype=trained[0].dtype)
+        for p, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+            p.grad = part.view_as(p)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+def _offloads(setting: Setting) -> bool:
+    return setting.options.get("offload") not in (None, "none")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank of one configuration to simulate."""
+
+    shape: ModelShape
+    setting: Setting
+    batch: MicroBatch
+    rank: int = 0
+
+
+Simulated = dict[str, RankMemory] | str
+"""The peak of each phase, or why there is none."""
+
+
+class Simulator:
+    """Processes of their own that simulate; a context manager. What ends one costs its task alone."""
+
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama", "peft"])
+        self._pool = ProcessPoolExecutor(processes, mp_context=context)
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, tasks: Sequence[Task]) -> list[Simulated]:
+        """Return what each task came to, in order."""
+        return list(self._pool.map(attempt, tasks))
+
+
+def attempt(task: Task) -> Simulated:
+    """Simulate a task; return why it failed where it does."""
+    torch.set_num_threads(1)
+    try:
+        return simulate(task.shape, task.setting, task.batch, task.rank)
+    except CannotSimulate as error:
+        return str(error)
+    except Exception as error:  # libraries on fake tensors raise anything; the closed form answers then
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
