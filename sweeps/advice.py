@@ -70,29 +70,34 @@ def advise(
 
     Where the sweep has refuted it, the next one follows. `legal` tells whether a configuration may run.
     """
-    trials = [_timed_last(o, outcomes) for o in outcomes if o.repeats is None]
+    trials, drift = [o for o in outcomes if o.repeats is None], _drift(outcomes)
     return [
         advice
         for o in trials
         for ways in (_of_memory(o, shape), _of_time(o))
-        for advice in _up_to_the_first_open(ways, o, trials, legal)
+        for advice in _up_to_the_first_open(ways, o, trials, legal, drift)
     ]
 
 
-def _timed_last(outcome: TrialOutcome, outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
-    """Return a trial with the speed that it had when it was timed last."""
-    again = [o.metrics for o in outcomes if o.repeats == outcome.trial_id and RATE in o.metrics]
-    return outcome.model_copy(update={"metrics": {**outcome.metrics, RATE: again[-1][RATE]}}) if again else outcome
+def _drift(outcomes: Sequence[TrialOutcome]) -> float:
+    """Return by how much trials that were timed again were faster or slower, at most, relatively."""
+    first = {o.trial_id: o.metrics[RATE] for o in outcomes if RATE in o.metrics}
+    again = [(first[o.repeats], first[o.trial_id]) for o in outcomes if o.repeats in first and o.trial_id in first]
+    return max((abs(b / a - 1) for a, b in again), default=0.0)
 
 
 def _up_to_the_first_open(
-    ways: Iterable[Advice], outcome: TrialOutcome, trials: Sequence[TrialOutcome], legal: Callable[[Config], bool]
+    ways: Iterable[Advice],
+    outcome: TrialOutcome,
+    trials: Sequence[TrialOutcome],
+    legal: Callable[[Config], bool],
+    drift: float,
 ) -> Iterator[Advice]:
     """Yield advice up to the first that the sweep has not refuted, leaving out what may not run."""
     for advice in ways:
         if advice.change and not legal(changed(outcome.config, advice.change)):
             continue
-        checked = _checked(advice, outcome, trials)
+        checked = _checked(advice, outcome, trials, drift)
         yield checked
         if not checked.refuted:
             return
@@ -267,7 +272,7 @@ def _off(config: Mapping[str, Any], axis: str, value: Any) -> dict[str, Any]:
     return {axis: value} if config.get(axis) not in (None, value) else {}
 
 
-def _checked(advice: Advice, before: TrialOutcome, trials: Sequence[TrialOutcome]) -> Advice:
+def _checked(advice: Advice, before: TrialOutcome, trials: Sequence[TrialOutcome], drift: float) -> Advice:
     """Return the advice with what the trial that follows it showed, where there is one."""
     ignored = DERIVED | FREE | _dependent(advice.change)
     wanted = _without({**before.config, **advice.change}, ignored)
@@ -279,11 +284,14 @@ def _checked(advice: Advice, before: TrialOutcome, trials: Sequence[TrialOutcome
         return replace(advice, verdict=f"trial {after.trial_id}: {after.status}", refuted=True)
     if was is None:  # it had run out of memory
         return replace(advice, verdict=f"trial {after.trial_id}: fits, came true")
+    verdict = f"trial {after.trial_id}: {was:.4g} → {became:.4g}"
+    noise = drift + sum(o.metrics.get("step_time_precision", 0.0) for o in (before, after))
+    if advice.figure == RATE and abs(became / was - 1) <= noise:
+        return replace(advice, verdict=f"{verdict}, no more than the noise (± {noise:.0%})", refuted=True)
     better = became < was if advice.figure == PEAK else became > was
     near = advice.expected is None or abs(became - advice.expected) <= TOLERANCE * advice.expected
     said = "came true" if better and near else "helped, by less or more than expected" if better else "did not help"
-    verdict = f"trial {after.trial_id}: {was:.4g} → {became:.4g}, {said}"
-    return replace(advice, verdict=verdict, refuted=not better)
+    return replace(advice, verdict=f"{verdict}, {said}", refuted=not better)
 
 
 def _words(name: str) -> str:

@@ -258,7 +258,10 @@ class SweepDesk:
         figures = summarize(measured)
         if wrong := impossible(figures):
             return TrialOutcome(**known, status="FAILED", reason_kind="crash", reason=wrong)
-        figures |= cost.quality_figures(measured, self.target, self.prices)
+        if job.repeats:  # its update serves nothing but the measurement
+            figures = {name: value for name, value in figures.items() if name not in LEARNED}
+        else:
+            figures |= cost.quality_figures(measured, self.target, self.prices)
         figures |= self._start_up(job, known["ended_at"], measured)
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}
@@ -306,6 +309,10 @@ class SweepDesk:
                 f"no target could be derived: the first {REFERENCE_TRIES} trials did not learn; trials have "
                 "no cost per quality. Give target_eval_loss=…"
             )
+
+
+LEARNED = ("eval_loss", "eval_loss_start", "train_loss", "updates", "consumed_tokens")
+"""Figures of what a trial learned."""
 
 
 def verdict(measured: TrialResult, target: float | None) -> tuple[Any, Any, str]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sweeps.candidates import varying
 from sweeps.sweep import Report
-from sweeps.wording import FIGURES, configuration, figure, mib, parity, state, words
+from sweeps.wording import FIGURES, configuration, counted, figure, mib, parity, state, words
 from trainers.result import Accounts
 from trainers.split import PARTS
 from trainers.timing import peak_phase
@@ -38,8 +38,11 @@ def print_report(report: Report, resume_command: str) -> None:
     for text in report.warnings:
         console.print(Text(f"! {text}", style="yellow"))
     untried = f"; {report.untried} legal candidate(s) untried" if report.untried else ""
-    plural = "" if len(report.outcomes) == 1 else "s"
-    console.print(f"{len(report.outcomes)} trial{plural}: {report.why}{untried}")
+    repeats = sum(o.repeats is not None for o in report.outcomes)
+    trials = counted(len(report.outcomes) - repeats, "trial") + (
+        f" and {counted(repeats, 'repeat')}" if repeats else ""
+    )
+    console.print(f"{trials}: {report.why}{untried}")
     if report.ended in ("interrupted", "budget", "failing"):
         console.print(f"go on:    {resume_command}", soft_wrap=True)
     console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
@@ -165,6 +168,12 @@ def _print_frontier(console: Console, report: Report) -> None:
     axes = varying([c for c in report.candidates if c.legal])
     by_id = {o.trial_id: o for o in report.outcomes}
     target = f", target eval loss {report.target:.4f}" if report.target is not None else ""
+    if report.outcomes and all(o.status == "OOM" for o in report.outcomes):
+        limit = report.spec.memory_limit_gib
+        advice = "smaller batches, more recomputation, or shards are above"
+        at = f" at memory_limit_gib={limit:g}: raise it, or try what is advised above" if limit else f": {advice}"
+        console.print(f"No frontier: every trial ran out of memory{at}")
+        return
     if not report.frontier.points:
         console.print(
             f"No frontier: no trial has a value for every objective ({', '.join(o.name for o in objectives)}){target}"

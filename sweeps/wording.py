@@ -85,6 +85,11 @@ def figure(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
+def counted(number: int, name: str) -> str:
+    """Write a number of things."""
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 def mib(number: int) -> str:
     """Write bytes as MiB; empty for none."""
     return "" if number == 0 else f"{number / 2**20:,.1f}" if number < 2**30 else f"{number / 2**20:,.0f}"

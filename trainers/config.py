@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trainers import yaml_text
-from trainers.errors import UserError, did_you_mean
+from trainers.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
 Scalar = str | int | float | bool
@@ -234,7 +234,7 @@ def _build(cls: type[Any], tree: Any, path: str, faults: list[str]) -> Any:
         elif "options" in fields:
             extra[key] = raw
         else:
-            near = did_you_mean(str(key), fields) or did_you_mean(where, names(TrialConfig))
+            near = _place_of(str(key), where, fields)
             faults.append(f"unknown key {where}{near or '; there are: ' + ', '.join(fields)}")
     if "options" in fields:
         values["options"] = _owned_options(values, extra, path, set(fields) - {"options"}, faults)
@@ -252,6 +252,10 @@ def _owned_options(
             f"{path}.strategy: unknown strategy {name!r}{did_you_mean(str(name), STRATEGIES)}; "
             f"available: {', '.join(STRATEGIES)}"
         )
+        for key in extra:
+            where = f"{path}.{key}" if path else key
+            if not _owner_of(key):
+                faults.append(f"unknown key {where}{_place_of(key, where, known)}")
         return {}
     used = [d for d in DIMENSIONS if (values.get(d) or 1) > 1]
     declared = {o.name: o for o in (*STRATEGIES[name].options, *(o for d in used for o in DIMENSIONS[d].options))}
@@ -260,8 +264,8 @@ def _owned_options(
         where = f"{path}.{key}" if path else key
         if key not in declared:
             owners = ", ".join([f"strategy {name}", *(f"{d}={values[d]}" for d in used)])
-            near = did_you_mean(key, known | set(declared)) or did_you_mean(where, names(TrialConfig))
-            faults.append(f"unknown key {where} for {owners}{_owner_of(key) or near}")
+            near = _owner_of(key) or _place_of(key, where, known | set(declared))
+            faults.append(f"unknown key {where} for {owners}{near}")
         elif raw is not None:  # a key with no value is unset
             value = _convert(declared[key].type, raw, where, faults, None)
             allowed = declared[key].choices
@@ -270,6 +274,18 @@ def _owned_options(
                 faults.append(f"{where}={raw!r}: allowed: {', '.join(map(str, allowed))}{near}")
             chosen[key] = value
     return chosen
+
+
+def _place_of(key: str, where: str, siblings: Iterable[str]) -> str:
+    """Say where a key belongs, or the nearest one of its section, or of any."""
+    everywhere = names(TrialConfig)
+    section = where.removesuffix(key)
+    if any(name.rpartition(".")[2] == key for name in everywhere):
+        return did_you_mean(where, everywhere)
+    if _owner_of(key):
+        return f" (did you mean system.{key}?{_owner_of(key).replace(':', '', 1)})"
+    near = nearest(key, siblings)
+    return f" (did you mean {section}{near}?)" if near else did_you_mean(where, everywhere)
 
 
 def names(cls: type, prefix: str = "") -> list[str]:

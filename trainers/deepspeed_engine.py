@@ -36,7 +36,7 @@ class DeepSpeedEngine(Engine):
         self._engine: Any = self._initialize()
 
     def _initialize(self) -> Any:
-        deepspeed = _imported(self._layout.device)
+        deepspeed = imported(self._layout.device)
         world = self._layout.world
         ensure_group(world)
         for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.device.index or 0), ("WORLD_SIZE", world.size)):
@@ -164,7 +164,7 @@ def settings(setting: Setting, trained: int) -> dict[str, Any]:
     }
 
 
-def _imported(device: torch.device) -> Any:
+def imported(device: torch.device) -> Any:
     """Return the package deepspeed, without its remarks, and on CPU without compiling its shared-memory collectives.
 
     That takes a minute.

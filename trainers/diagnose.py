@@ -63,8 +63,7 @@ class Fault:
     @property
     def lines(self) -> list[str]:
         """What a person should know beside the message, a phrase each."""
-        asked = f"{self.requested / 2**20:,.1f} MiB were asked for" if self.requested else ""
-        asked += f", beyond memory_limit_gib={self.limit / GIB:g}" if asked and self.limit else ""
+        asked = f"{size(self.requested)} were asked for" if self.requested and not self.limit else ""
         growing = f"what was growing: {self.account.replace('_', ' ')}" if self.account else ""
         row = f"the longest row of the batch: {self.row}" if self.row else ""
         return [text for text in (asked, growing, self._in_use, row, self.hint, *self.consequences) if text]
@@ -73,10 +72,8 @@ class Fault:
     def _in_use(self) -> str:
         if self.held is None:
             return ""
-        accounts = ", ".join(
-            f"{name.replace('_', ' ')} {getattr(self.held, name) / 2**20:,.1f}" for name in Accounts.names()
-        )
-        return f"in use then: {self.held.total / 2**20:,.1f} MiB ({accounts})"
+        accounts = ", ".join(f"{name.replace('_', ' ')} {size(getattr(self.held, name))}" for name in Accounts.names())
+        return f"in use then: {size(self.held.total)} ({accounts})"
 
     @property
     def status(self) -> Literal["OOM", "INFEASIBLE", "FAILED"]:
@@ -157,8 +154,13 @@ def fault_of(error: BaseException, phase: str, rank: int, running: Running, trac
     if kind not in OUT_OF_MEMORY:
         return Fault(kind, phase, rank, message, trace, time.time())
     memory = oom.read(f"{type(telling).__name__}: {telling}")
-    reached = use.held is not None or (memory is not None and memory.detail == "limit")
+    limited = use.held is not None or (memory is not None and memory.detail == "limit")
+    limit = use.limit if limited else None
     requested = memory.requested if memory is not None else None
+    if limit is not None:
+        asked = size(requested) if requested else "more"
+        beside = f" beside the {size(use.held.total)} in use" if use.held is not None else ""
+        message = f"memory_limit_gib={limit / GIB:.4g} is reached: {asked} were asked for{beside}"
     # A request of their exact size, in half precision, float32 or float64, tells them better than a traceback can.
     of_logits = "in loss_sum" in trace or (requested or 0) in {running.logits * size for size in (2, 4, 8)} - {0}
     account = "temporary (logits and loss)" if of_logits else _GROWING.get(phase, "")
@@ -171,12 +173,20 @@ def fault_of(error: BaseException, phase: str, rank: int, running: Running, trac
         trace,
         time.time(),
         requested,
-        use.limit if reached else None,
+        limit,
         use.held,
         account,
         running.row if in_batch else "",
         memory.hint if memory is not None else "",
     )
+
+
+def size(count: int) -> str:
+    """Write bytes in the unit that suits them."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count} bytes"
 
 
 def is_consequence(message: str) -> bool:

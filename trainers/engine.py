@@ -261,6 +261,7 @@ class NativeEngine(Engine):
         self._forget_gathered()
         model, optimizer = get_state_dict(self.module, self.optimizer, options=SAVED)
         state = {"model": self._of_trained(model), "optimizer": optimizer}
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_loader.load(state, checkpoint_id=folder, no_dist=self._layout.world.size == 1)
         set_state_dict(self.module, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=SAVED)
         if updates == 0:

@@ -142,9 +142,10 @@ class MemoryTrace(TorchDispatchMode):
             with _disable_current_modes():
                 for account, tensor in self._owned():
                     self._assign(tensor, account)
+            loading = bool(self._segments) and self._segments[-1].phase == "load"
             for block in self._alive.values():
                 if block.account is None and block.backward == block.recompute == -1:
-                    block.account = "activations"
+                    block.account = "weights" if loading else "activations"
                 self._settle(block)
             self.failed = Accounts(*self._levels()[len(self._events) if events is None else events])
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainers.engine import Engine
 from trainers.layout import Layout
+from trainers.ledger import MicroBatch
 from trainers.memory import MemoryMeter
 from trainers.memory_trace import GRANULE
 from trainers.ranks import World
@@ -37,15 +38,6 @@ from trainers.token_loss import Batch, keeps_heads
 from trainers.weights import Weights
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What memory follows from: rows, padded to `tokens` each, and at how many of these positions logits are made."""
-
-    rows: int
-    tokens: int
-    heads: int
 
 
 class CannotSimulate(Exception):
@@ -65,7 +57,7 @@ def simulate(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int =
         Path(folder, "config.json").write_text(json.dumps(shape.to_hf_config()))
         layout = Layout(setting.plan, World(rank, setting.plan.world, CPU))
         _ = layout.mesh, layout.data, layout.shard  # a mesh is made of real tensors
-        with pretended():
+        with pretended(), agreed(setting):
             return _stepped(folder, setting, layout, batch, meter)
 
 
@@ -119,12 +111,12 @@ class Imagined(Weights):
 
 
 class Scalars(TorchDispatchMode):
-    """Answers what a fake tensor's number is: one, or not; no branch of a step depends on more."""
+    """Answers what a fake tensor's number is: one, or for a flag no; no branch of a step depends on more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return 1.0 if dtype.is_floating_point else False if dtype in (torch.bool, torch.uint8) else 1
         return func(*args, **(kwargs or {}))
 
 
@@ -147,8 +139,42 @@ def pretended() -> Iterator[None]:
         # It looks whether positions start anew within a row. Ours do not.
         mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
         mock.patch("torch.nn.parallel.DistributedDataParallel", Buckets),
+        mock.patch("torch.nn.Module._apply", _applied),
     ):
         yield
+
+
+@contextmanager
+def agreed(setting: Setting) -> Iterator[None]:
+    """Let DeepSpeed's stage 3 not compare what other ranks hold, as they are not there; and forget the group after."""
+    if setting.options.get("zero_engine") != "deepspeed":
+        yield
+        return
+    from trainers.deepspeed_engine import imported
+
+    imported(CPU)
+    from deepspeed.comm import comm
+
+    zero = "deepspeed.runtime.zero"
+    with (
+        mock.patch(f"{zero}.utils.assert_lst_len_same_as_other_ranks"),
+        mock.patch(f"{zero}.utils.assert_ints_same_as_other_ranks"),
+        mock.patch(f"{zero}.partitioned_param_coordinator.assert_ints_same_as_other_ranks"),
+        mock.patch.object(comm, "cdb", None),
+        mock.patch.dict("deepspeed.utils.groups.__dict__"),
+    ):
+        yield
+
+
+@torch.no_grad()
+def _applied(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a module's tensors in place, as `Module.to` does; its own way cannot exchange fake ones."""
+    for part in module.modules() if recurse else [module]:
+        for p in part.parameters(recurse=False):
+            p.data = convert(p.data)
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = convert(buffer)
+    return module
 
 
 class Buckets(nn.Module):

@@ -69,6 +69,20 @@ def folder_of(run: RunConfig) -> Path | None:
 
 def faults(run: RunConfig) -> list[str]:
     """Return what is wrong with what is asked for."""
-    if run.trace == "none" or folder_of(run) is not None:
-        return []
-    return [f"run.trace={run.trace} has no place: give run.output_dir, or run.trace_dir"]
+    folder = folder_of(run)
+    if folder is None:
+        return [] if run.trace == "none" else [f"run.trace={run.trace} needs a place: run.output_dir, or run.trace_dir"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        key = "trace_dir" if run.trace_dir else "output_dir"
+        return [f"run.{key}={folder}: traces cannot be written there: {error.strerror}"]
+    return []
+
+
+def kept(run: RunConfig, rank: int) -> str:
+    """Say where a rank's trace is; empty where there is none."""
+    folder = folder_of(run)
+    if folder is None or not list(folder.glob(f"{run.trace}-{rank}.*")):
+        return ""
+    return f"traces of {run.trace} are in {folder}{SHOWN_BY.get(run.trace, '')}"

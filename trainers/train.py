@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import typing
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from trainers.plan import Plan
 from trainers.prepare import locate_data, prepare
 from trainers.ranks import World
 from trainers.strategies import DIMENSIONS, STRATEGIES, Setting, illegal
-from trainers.timing import summarize
+from trainers.timing import doubts, summarize
 
 USAGE = "usage: python -m trainers.train CONFIG.yaml   (or: torchrun --nproc-per-node N -m trainers.train CONFIG.yaml)"
 
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     except WorkerFault as error:
         if isinstance(error.__cause__, UserError):
             return refuse(error.__cause__)
-        return failed(error.fault)
+        return failed(error.fault, config)
     except KeyboardInterrupt:
         return interrupted(config)
 
@@ -83,7 +84,9 @@ def keys(kind: type, prefix: str = "") -> list[str]:
                 lines += [f"  {prefix}{o.name}: {o.default}  ({owner}) {o.help}" for o in has.options]
         else:
             shown = "" if f.default is None else str(f.default).lower() if isinstance(f.default, bool) else f.default
-            lines.append(f"  {prefix}{f.name}: {shown}  {f.metadata.get('help', '')}")
+            choices = typing.get_args(typing.get_type_hints(kind)[f.name]) if isinstance(f.default, str) else ()
+            allowed = f"({', '.join(c for c in choices if isinstance(c, str))}) " if any(choices[1:]) else ""
+            lines.append(f"  {prefix}{f.name}: {shown}  {allowed}{f.metadata.get('help', '')}")
     return lines
 
 
@@ -98,7 +101,7 @@ def interrupted(config: TrialConfig) -> int:
     return 130
 
 
-def failed(fault: Fault) -> int:
+def failed(fault: Fault, config: TrialConfig) -> int:
     """Print why this rank failed; return the exit status."""
     tell_torchrun(f"rank {fault.rank}, {fault.phase}: {fault.message}")
     if is_consequence(fault.message):
@@ -106,6 +109,8 @@ def failed(fault: Fault) -> int:
     else:
         said = "".join(f"\n  {line}" for line in fault.lines)
         print(f"failed: {fault.kind}: rank {fault.rank}, {fault.phase}: {fault.message}{said}", file=sys.stderr)
+        if kept := traces.kept(config.run, fault.rank):
+            print(f"  {kept}", file=sys.stderr)
     return 1
 
 
@@ -149,15 +154,21 @@ def run(config: TrialConfig, world: World) -> None:
     tokens = prepared[config.learning.seq_len]
     if world.rank == 0:
         print("\n".join(tokens.notes))
-    result = run_rank(config, tokens, world, Hooks(progress=_print) if world.rank == 0 else None)
+    told = Progress()
+    result = run_rank(config, tokens, world, Hooks(progress=told) if world.rank == 0 else None)
     if world.rank != 0:
+        return
+    if told.resumed_at == len(result.updates):
+        print(f"the run in {config.run.output_dir} had ended already ({result.stop_reason}): nothing was done")
         return
     figures = summarize(result)
     for name, value in figures.items():
         print(f"{name:32} {value:.6g}")
     print(f"stopped: {result.stop_reason}")
-    if (kept := traces.folder_of(config.run)) is not None:
-        print(f"traces of {config.run.trace} are in {kept}{traces.SHOWN_BY.get(config.run.trace, '')}")
+    for doubt in doubts(result, config.run.precision):
+        print(f"! {doubt}")
+    if kept := traces.kept(config.run, world.rank):
+        print(kept)
     if not config.run.output_dir:
         print("no weights and no result.json were kept: give run.output_dir to keep them")
     if config.run.output_dir:
@@ -167,11 +178,17 @@ def run(config: TrialConfig, world: World) -> None:
         print(f"wrote {out / 'result.json'}")
 
 
-def _print(facts: Mapping[str, Any]) -> None:
-    if facts.get("phase") == "resume":
-        print(f"goes on after update {facts['update']}, from {facts['from']}", flush=True)
-    if facts.get("phase") == "train":
-        print(f"update {facts['update']}/{facts['updates']}  loss {facts['loss']:.4f}", flush=True)
+class Progress:
+    """Prints a line an update, and knows after which one an earlier run is gone on with."""
+
+    resumed_at: int | None = None
+
+    def __call__(self, facts: Mapping[str, Any]) -> None:
+        if facts.get("phase") == "resume":
+            self.resumed_at = facts["update"]
+            print(f"goes on after update {facts['update']}, from {facts['from']}", flush=True)
+        if facts.get("phase") == "train":
+            print(f"update {facts['update']}/{facts['updates']}  loss {facts['loss']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

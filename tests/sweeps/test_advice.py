@@ -152,9 +152,9 @@ def test_what_may_not_run_is_not_advised() -> None:
     assert [a.change for a in found] == [{"activation_checkpointing": "full"}]
 
 
-def test_the_speed_of_a_trial_is_that_of_its_latest_timing() -> None:
+def test_what_is_no_more_than_the_drift_of_the_machine_is_no_success() -> None:
     before = trial(0, gib(weights=2), target_tokens_per_second=1000.0, **BUSY)
     after = trial(1, gib(weights=2), target_tokens_per_second=1100.0, config={"micro_batch_size": 8}, **BUSY)
     again = trial(2, gib(weights=2), target_tokens_per_second=900.0, **BUSY).model_copy(update={"repeats": "001"})
     verdict = first(advise([before, after, again], None), "000", "target_tokens_per_second").verdict
-    assert verdict == "trial 001: 1000 → 900, did not help"
+    assert verdict == "trial 001: 1000 → 1100, no more than the noise (± 18%)"  # 1100 was 900 when it was timed again

@@ -77,7 +77,7 @@ def test_all_faults_come_at_once_with_the_nearest_name() -> None:
     )
     assert found == (
         "unknown key modle (did you mean model?)",
-        "unknown key learning.lerning_rate (did you mean learning_rate?)",
+        "unknown key learning.lerning_rate (did you mean learning.learning_rate?)",
         "learning.lora_rank='none': expected a whole number",
         "learning.max_grad_norm='-1': must be at least 0",
         f"unknown key run.zzz; there are: {', '.join(f.name for f in dataclasses.fields(RunConfig))}",
@@ -168,7 +168,7 @@ def test_a_strategys_options_are_typed_and_named() -> None:
     assert faults("system: {buckets: x, overlap: perhaps, bucket: 1, mode: c}") == (
         "system.buckets='x': expected a whole number",
         "system.overlap='perhaps': expected true or false",
-        "unknown key system.bucket for strategy ddp (did you mean buckets?)",
+        "unknown key system.bucket for strategy ddp (did you mean system.buckets?)",
         "system.mode='c': allowed: a, b",
     )
 
@@ -178,3 +178,22 @@ def test_no_option_of_a_strategy_hides_a_field() -> None:
     for name in STRATEGIES:
         member: Strategy = STRATEGIES[name]
         assert not taken & {option.name for option in member.options}
+
+
+def test_a_misplaced_key_is_shown_its_place_and_all_faults_are_told_at_once() -> None:
+    tree = {
+        "measure_seconds": 3,
+        "learning": {"zero_stage": 2, "micro_batch_size": 2, "lora_rnk": 4},
+        "system": {"strategy": "fdsp", "micro_batch_siz": 3},
+    }
+    with pytest.raises(UserError) as caught:
+        from_tree(TrialConfig, tree)
+    told = [fault.split(";")[0] for fault in caught.value.faults]
+    assert told == [
+        "unknown key measure_seconds (did you mean run.measure_seconds?)",
+        "unknown key learning.zero_stage (did you mean system.zero_stage? it belongs to strategy=zero)",
+        "unknown key learning.micro_batch_size (did you mean system.micro_batch_size?)",
+        "unknown key learning.lora_rnk (did you mean learning.lora_rank?)",
+        "system.strategy: unknown strategy 'fdsp' (did you mean fsdp2?)",
+        "unknown key system.micro_batch_siz (did you mean system.micro_batch_size?)",
+    ]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainers.diagnose import Fault, Running, Use, WorkerFault, classify, fault_of, is_consequence, root_cause
+from trainers.diagnose import Fault, Running, Use, WorkerFault, classify, fault_of, is_consequence, root_cause, size
 from trainers.errors import UserError
 from trainers.result import Accounts
 
@@ -152,7 +152,7 @@ def test_what_was_growing_and_the_longest_row(error: Exception, phase: str, acco
     fault = fault_of(error, phase, 1, ROW, TRACE)
     assert (fault.kind, fault.rank, fault.account, fault.row) == ("device_oom", 1, account, row)
     assert fault.requested is not None
-    assert any("MiB were asked for" in line for line in fault.lines)
+    assert any(f"{size(fault.requested)} were asked for" == line for line in fault.lines)
 
 
 def test_a_crash_says_nothing_of_memory() -> None:
@@ -164,10 +164,10 @@ def test_what_was_in_use_and_the_limit_that_was_reached() -> None:
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
     held = Accounts(weights=3 * 2**20, activations=2**20)
     fault = fault_of(error, "backward", 0, Running(), TRACE, Use(held, 2**29))
-    assert fault.lines[0] == "1.0 MiB were asked for, beyond memory_limit_gib=0.5"
-    assert (
-        "in use then: 4.0 MiB (weights 3.0, gradients 0.0, optimizer state 0.0, activations 1.0, temporary 0.0)"
-        in fault.lines
+    assert fault.message == "memory_limit_gib=0.5 is reached: 1.0 MiB were asked for beside the 4.0 MiB in use"
+    assert fault.lines[1] == (
+        "in use then: 4.0 MiB (weights 3.0 MiB, gradients 0 bytes, optimizer state 0 bytes, activations 1.0 MiB, "
+        "temporary 0 bytes)"
     )
     assert Fault.from_json(json.loads(json.dumps(dataclasses.asdict(fault)))) == fault
 
@@ -187,3 +187,7 @@ def test_the_request_is_that_of_the_error_that_tells_the_kind() -> None:
     except ValueError as error:
         fault = fault_of(error, "forward", 0, ROW, TRACE)
     assert (fault.kind, fault.requested) == ("device_oom", 2**20)
+
+
+def test_sizes_are_written_in_the_unit_that_suits_them() -> None:
+    assert [size(n) for n in (12, 2048, 3 * 2**20, 5 * 2**29)] == ["12 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]

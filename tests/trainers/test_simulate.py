@@ -12,11 +12,12 @@ from tests.rank_pool import RankPool
 from trainers import model
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.layout import Layout
+from trainers.ledger import MicroBatch
 from trainers.memory import MemoryMeter
 from trainers.ranks import current
 from trainers.result import Accounts, RankMemory
 from trainers.shape import ModelShape
-from trainers.simulate import MicroBatch, Simulator, Task, imagined
+from trainers.simulate import Simulator, Task, imagined
 from trainers.strategies import STRATEGIES, Setting
 
 Ranks = Callable[[int], RankPool]
@@ -69,6 +70,9 @@ CASES = {
     "fsdp2 whole gradients": ({"strategy": "fsdp2", "num_workers": 2, "sync_each_batch": False}, FULL),
     "fsdp2 kept": ({"strategy": "fsdp2", "num_workers": 2, "reshard_after_forward": False}, LORA),
     "torch zero": ({"strategy": "zero", "zero_stage": 1, "zero_engine": "torch", "num_workers": 2}, FULL),
+    "zero 1": ({"strategy": "zero", "zero_stage": 1, "num_workers": 2}, LORA),
+    "zero 2": ({"strategy": "zero", "zero_stage": 2, "num_workers": 2}, FULL),
+    "zero 3": ({"strategy": "zero", "zero_stage": 3, "num_workers": 2}, LORA),
     "tp": ({"num_workers": 2, "tp": 2}, LORA),
     "pp": ({"num_workers": 2, "pp": 2}, LORA),
     "cp": ({"num_workers": 2, "cp": 2}, FULL),

@@ -106,7 +106,10 @@ def refused(path: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
             {"system": {"micro_batch_size": 3}},
             "error: global_batch_size=2 is not divisible by micro_batch_size=3 × dp=1 (dp_replicate=1 × dp_shard=1)",
         ),
-        ({"learning": {"lerning_rate": 1}}, "error: unknown key learning.lerning_rate (did you mean learning_rate?)"),
+        (
+            {"learning": {"lerning_rate": 1}},
+            "error: unknown key learning.lerning_rate (did you mean learning.learning_rate?)",
+        ),
         ({"learning": {"seq_len": 10}}, "error: "),
     ],
     ids=["ranks", "data", "model folder", "model id", "batch", "key", "no target"],

@@ -76,6 +76,71 @@ class Setting:
         return self.system.options
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of one rank's part of the model, before the data-parallel method divides them.
+
+    A block's, and the root's: embedding, output head and final norm. Trained ones are counted, frozen ones in bytes.
+    """
+
+    trained_block: float
+    frozen_block: float
+    trained_root: float
+    frozen_root: float
+    blocks: int
+    compute: int
+    """bytes of a number in computing"""
+    embedding: float
+    """numbers of the embedding's gradient; 0 where it is frozen"""
+
+    @property
+    def trained(self) -> float:
+        return self.blocks * self.trained_block + self.trained_root
+
+    @property
+    def frozen(self) -> float:
+        return self.blocks * self.frozen_block + self.frozen_root
+
+    @property
+    def block_in_use(self) -> float:
+        """Bytes of a block's weights as they are multiplied."""
+        return self.compute * self.trained_block + self.frozen_block
+
+    @property
+    def root_in_use(self) -> float:
+        return self.compute * self.trained_root + self.frozen_root
+
+    @property
+    def in_use(self) -> float:
+        return self.blocks * self.block_in_use + self.root_in_use
+
+
+@dataclass(frozen=True)
+class Share:
+    """The bytes that a rank holds of weights, gradients and optimizer state, and what it needs for a moment."""
+
+    weights: float
+    optimizer_state: float
+    gradients: float
+    """when the optimizer begins"""
+    gradients_before: float
+    """while the last micro batch of a window is on its forward pass"""
+    gathered: float = 0.0
+    """weights of other ranks, or in another dtype, while logits are made"""
+    gathered_again: float = 0.0
+    """the same in the backward pass of a block"""
+    reducing: float = 0.0
+    """of a block's gradients on their way"""
+    reducing_root: float = 0.0
+    """of the root's, at the end of a backward pass"""
+    stepping: float = 0.0
+    """of the optimizer"""
+
+
+# Bytes a trained number: kept in float32 whatever is computed in; AdamW's two moments.
+KEPT, MOMENTS = 4, 8
+
+
 class Strategy(ABC):
     """The contract of a data-parallel method. Instances hold no state: methods are functions of their arguments."""
 
@@ -107,6 +172,13 @@ class Strategy(ABC):
     def before_memory(self, setting: Setting) -> bool:
         """Tell whether `apply` divides weights that are on the meta device, so that no rank ever holds all of them."""
         return True
+
+    def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
+        """Return what a rank holds; a method that divides nothing holds all."""
+        gradients = KEPT * whole.trained
+        before = gradients if accumulation > 1 or self.keeps_gradients(setting) else 0.0
+        weights, state = KEPT * whole.trained + whole.frozen, MOMENTS * whole.trained
+        return Share(weights, state, gradients, before, reducing_root=KEPT * whole.embedding)
 
     @abstractmethod
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainers.strategies import STRATEGIES, Setting, Strategy
+from trainers.strategies import STRATEGIES, Parameters, Setting, Share, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +56,13 @@ class DDP(Strategy):
     def keeps_gradients(self, setting: Setting) -> bool:
         # Without them the micro steps before the last would make gradients of their own, beside the buckets.
         return _plain(setting) and setting.plan.world > 1
+
+    def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
+        if _plain(setting):
+            return super().share(setting, whole, accumulation)
+        from trainers.strategies.fsdp2 import mixed_share
+
+        return mixed_share(setting, whole, accumulation, ranks=1, reshard=False, sync=False)
 
     def gradient_divisor(self, setting: Setting) -> int:
         return setting.plan.dp if _plain(setting) else 1

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.plan import Plan
-from trainers.strategies import STRATEGIES, Option, Setting, Strategy
+from trainers.strategies import KEPT, MOMENTS, STRATEGIES, Option, Parameters, Setting, Share, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,8 +76,39 @@ class FSDP2(Strategy):
         cast(Any, wrapped).set_requires_gradient_sync(last or bool(setting.options.get("sync_each_batch", True)))
         yield
 
+    def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
+        reshard, sync = (bool(setting.options.get(name, True)) for name in ("reshard_after_forward", "sync_each_batch"))
+        sync = sync and setting.plan.pp == 1
+        ranks = setting.plan.dp_shard * setting.plan.cp
+        return mixed_share(setting, whole, accumulation, ranks, reshard, sync)
+
     def gradient_divisor(self, setting: Setting) -> int:
         return 1  # sums are forced, see wrapped_by_block
+
+
+def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: int, reshard: bool, sync: bool) -> Share:
+    """Return what a rank holds under FSDP2's mechanism, sharded over `ranks`.
+
+    Weights are gathered in the dtype of compute: the root's for the whole pass, a block's and the next one's, or all
+    that were not let go of. Whole gradients are as wide as compute, what is sent float32.
+    """
+    weights = (KEPT * whole.trained + whole.frozen) / ranks
+    gradients = KEPT * whole.trained / ranks
+    unreduced = KEPT * whole.trained  # accumulated where they are not summed over ranks in between
+    before = (gradients if sync else unreduced) if accumulation > 1 else 0.0
+    some = whole.root_in_use + (2 * whole.block_in_use if reshard else whole.blocks * whole.block_in_use)
+    reduced = KEPT if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
+    reducing = (whole.compute + reduced) * whole.trained_block
+    return Share(
+        weights,
+        MOMENTS * whole.trained / ranks,
+        gradients,
+        before,
+        gathered=whole.root_in_use if reshard else whole.in_use,
+        gathered_again=some,
+        reducing=reducing,
+        reducing_root=(whole.compute + reduced) * whole.trained_root,
+    )
 
 
 def policies(setting: Setting) -> dict[str, Any]:

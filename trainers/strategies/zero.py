@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainers.plan import Plan
-from trainers.strategies import STRATEGIES, Option, Setting, Strategy
+from trainers.strategies import KEPT, MOMENTS, STRATEGIES, Option, Parameters, Setting, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,27 @@ class Zero(Strategy):
 
     def gradient_divisor(self, setting: Setting) -> int:
         return setting.plan.dp
+
+    def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
+        stage, engine = setting.options["zero_stage"], setting.options["zero_engine"]
+        ranks = setting.plan.dp
+        if engine == "torch":
+            plain = super().share(setting, whole, accumulation)
+            return replace(plain, optimizer_state=plain.optimizer_state / ranks)
+        # DeepSpeed: weights in the dtype of compute, and a rank's part of float32 masters beside its moments.
+        weights = whole.compute * whole.trained + whole.frozen
+        gradients = KEPT * whole.trained
+        return Share(
+            weights / (ranks if stage == 3 else 1),
+            (KEPT + MOMENTS) * whole.trained / ranks,
+            gradients / (1 if stage == 1 else ranks),
+            gradients / (1 if stage == 1 else ranks) if accumulation > 1 else 0.0,
+            gathered=whole.root_in_use if stage == 3 else 0.0,
+            gathered_again=whole.root_in_use + 2 * whole.block_in_use if stage == 3 else 0.0,
+            reducing=whole.compute * whole.trained_block,
+            reducing_root=whole.compute * whole.trained_root,
+            stepping=gradients / ranks,
+        )
 
     def optimizer(
         self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any

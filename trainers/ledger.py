@@ -1,0 +1,203 @@
+"""Memory by account and phase in closed form: microseconds, no torch, no GPU.
+
+The peak of a step is the highest of a few instants: the logits of the forward pass and of the backward pass, the
+backward pass of the last block and of the first, its end, and the optimizer. At each the accounts are summed from what
+is stored (by the strategy's share), what a forward pass keeps for the backward pass, and what is needed for a moment.
+
+Source of the counts per token: what autograd keeps of transformers' blocks, read off the tensors that it saves
+(design.md, section 14). T: tokens of a micro batch on a rank, h hidden size, f intermediate size, q and k the widths of
+queries and of keys, V the vocabulary, e bytes of a number in computing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trainers.result import Accounts
+from trainers.shape import LINEAR_LAYERS, ModelShape
+from trainers.strategies import STRATEGIES, Parameters, Setting, Share
+
+FLOAT32 = 4
+BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+NF4 = 0.5 + 1 / 64 + FLOAT32 / (64 * 256)  # bytes a weight: 4 bits, a scale of a byte for 64, one of those for 256
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What memory follows from: rows, padded to `tokens` each, and at how many of these positions logits are made."""
+
+    rows: int
+    tokens: int
+    heads: int
+
+
+def predict(shape: ModelShape, setting: Setting, batch: MicroBatch) -> dict[str, Accounts]:
+    """Return the accounts at the peak of each phase, of the rank that holds most, in bytes."""
+    return _Ledger(shape, setting, batch).phases()
+
+
+def parameters(shape: ModelShape, setting: Setting) -> Parameters:
+    """Return the parameters of the rank that holds most, before the data-parallel method divides them."""
+    learning, plan = setting.learning, setting.plan
+    compute, stored = BYTES[setting.compute_dtype], BYTES[setting.weight_dtype]
+    blocks, block = math.ceil(shape.num_hidden_layers / plan.pp), shape.num_block_parameters
+    table = shape.vocab_size * shape.hidden_size
+    # Of a pipeline the last stage has the output head, the first the embedding: one of them, or both without.
+    root = (table if plan.pp > 1 else shape.num_embedding_parameters) + shape.hidden_size
+    if learning.adapter == "full":
+        return Parameters(block / plan.tp, 0.0, root / plan.tp, 0.0, blocks, compute, table / plan.tp)
+    adapter = shape.num_lora_parameters(learning.lora_rank, targets(setting)) / shape.num_hidden_layers
+    matrices = sum(inputs * outputs for inputs, outputs in shape.linear_layers.values())
+    frozen = block * stored if learning.adapter == "lora" else matrices * NF4 + (block - matrices) * stored
+    return Parameters(adapter / plan.tp, frozen / plan.tp, 0.0, root * stored / plan.tp, blocks, compute, 0.0)
+
+
+def targets(setting: Setting) -> tuple[str, ...]:
+    """Return the linear layers of a block that have an adapter."""
+    if setting.learning.adapter == "full":
+        return ()
+    named = setting.learning.targets
+    if named is None:
+        return LINEAR_LAYERS
+    return tuple(name for given in named if (name := given.rpartition(".")[2]) in LINEAR_LAYERS)
+
+
+class _Ledger:
+    """The sizes of one configuration, and its instants."""
+
+    def __init__(self, shape: ModelShape, setting: Setting, batch: MicroBatch) -> None:
+        self.shape, self.setting, self.batch = shape, setting, batch
+        self.plan, self.e = setting.plan, BYTES[setting.compute_dtype]
+        self.full = setting.learning.adapter == "full"
+        self.targets = targets(setting)
+        self.accumulation = self.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+        self.own = parameters(shape, setting)
+        self.share: Share = STRATEGIES[setting.system.strategy].share(setting, self.own, self.accumulation)
+        multiple = self.plan.cp * self.plan.tp
+        self.tokens = batch.rows * (-(-batch.tokens // multiple) * multiple) / self.plan.cp  # in attention and mlp
+        whole = self.plan.tp == self.plan.pp == self.plan.cp == 1
+        self.logit_rows = batch.rows * batch.heads if whole else self.tokens
+        self.logits = self.logit_rows * shape.vocab_size / self.plan.tp  # numbers
+        self.hidden = self.tokens * shape.hidden_size / self.plan.tp  # numbers of a residual, divided over the tokens
+        self.in_flight = self._in_flight()
+
+    def phases(self) -> dict[str, Accounts]:
+        """Return the highest instant of each phase."""
+        stored = Accounts(weights=round(self.share.weights), optimizer_state=round(self.share.optimizer_state))
+        phases = {name: max(found, key=lambda a: a.total) for name, found in self._instants(stored).items()}
+        if self.plan.pp > 1:  # its passes take turns, in one phase
+            phases["forward"] = max(phases["forward"], phases.pop("backward"), key=lambda a: a.total)
+        return phases
+
+    def _instants(self, stored: Accounts) -> dict[str, list[Accounts]]:
+        share, kept, head = self.share, self._kept(), self._head()
+        blocks = self.own.blocks * self.in_flight
+        before, after = share.gradients_before, share.gradients
+        passing = self._passing()
+        one = self._block()
+        recomputed = one if self.setting.system.activation_checkpointing != "none" else 0.0
+        # By the time that the last block's backward pass runs, the head's gradient is there; by the first's, all are.
+        embedding = after * self.own.embedding / max(self.own.trained, 1)
+        head_gradient = embedding
+        first_gradient = after if self.shape.tie_word_embeddings else after - embedding
+        return {
+            "load": [self._at(stored, 0, 0, 0, without_state=True)],
+            "forward": [self._at(stored, before, blocks * kept + head, share.gathered + 8 * self.logits)],
+            "backward": [
+                self._at(stored, before, blocks * kept + head, share.gathered_again + 12 * self.logits),
+                self._at(
+                    stored, max(before, head_gradient), blocks * kept + recomputed,
+                    share.gathered_again + share.reducing + passing,
+                ),
+                self._at(
+                    stored, max(before, first_gradient), kept + recomputed,
+                    share.gathered_again + share.reducing + passing,
+                ),
+                self._at(stored, after, 0, share.gathered_again + share.reducing_root),
+            ],
+            "first_optimizer_step": [self._at(stored, after, 0, share.stepping)],
+            "optimizer": [self._at(stored, after, 0, share.stepping)],
+        }  # fmt: skip
+
+    def _at(
+        self, stored: Accounts, gradients: float, activations: float, temporary: float, without_state: bool = False
+    ) -> Accounts:
+        return Accounts(
+            stored.weights, round(gradients), 0 if without_state else stored.optimizer_state, round(activations),
+            round(temporary),
+        )  # fmt: skip
+
+    def _in_flight(self) -> int:
+        """Return for how many micro batches a stage keeps activations: all of a window, or as many as come after it."""
+        if self.plan.pp == 1:
+            return 1
+        if self.setting.options.get("pp_schedule") == "gpipe":
+            return self.accumulation
+        return min(self.accumulation, self.plan.pp)
+
+    def _kept(self) -> float:
+        """Return the bytes that the forward pass of a block keeps for its backward pass."""
+        shape, e, t = self.shape, self.e, self.tokens / self.plan.tp
+        mode = self.setting.system.activation_checkpointing
+        if mode == "none":
+            return self._block()
+        kept = e * self.hidden  # its input
+        if mode == "selective":  # attention and the products that are kept: q, v, gate and down, of adapters' A and B
+            kept += t * (e * (2 * shape.query_size + shape.key_value_size + shape.intermediate_size))
+            kept += e * self.hidden + 4 * t * shape.num_attention_heads
+        return kept
+
+    def _block(self) -> float:
+        """Return the bytes that autograd keeps of a block: norms, queries, keys, values, attention, and the mlp."""
+        shape, e, t = self.shape, self.e, self.tokens / self.plan.tp
+        q, k, f, h = shape.query_size, shape.key_value_size, shape.intermediate_size, self.hidden
+        inputs = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+        # Of a norm its input in float32, the inverse root, what is scaled if the scale is trained, and what comes out
+        # if a product keeps it.
+        kept = 0.0
+        for products in inputs:
+            kept += 4 * h + 4 * h / shape.hidden_size + (e * h if self.full else 0)
+            if self.full or products & set(self.targets):
+                kept += e * self.tokens * shape.hidden_size  # gathered over tp
+        kept += t * e * (2 * q + 2 * k) + 4 * t * shape.num_attention_heads
+        if shape.qk_norm:
+            kept += t * ((4 + (e if self.full else 0)) * (q + k))
+            kept += 4 * t * (shape.num_attention_heads + shape.num_key_value_heads)
+        mlp = (
+            4 if self.full or "down_proj" in self.targets else 3
+        )  # gate, its silu, up; the product for down's gradient
+        kept += t * e * mlp * f
+        kept += e * self.tokens * self.setting.learning.lora_rank * len(self.targets)
+        if self.setting.system.attn_implementation == "eager":
+            kept += self._scores()
+        return kept
+
+    def _scores(self) -> float:
+        """Attention's weights [rows, heads, tokens, tokens]: in float32 of the softmax, and as they are multiplied."""
+        length = self.tokens / self.batch.rows
+        pairs = self.batch.rows * self.shape.num_attention_heads / self.plan.tp * length * length
+        return pairs * (4 + (self.e if self.e < FLOAT32 else 0))
+
+    def _head(self) -> float:
+        """Return what the final norm and the output head keep, and the log-probabilities are apart."""
+        kept = (4 + (self.e if self.full else 0)) * self.hidden
+        if self.full:
+            kept += self.e * self.logit_rows * self.shape.hidden_size
+        return kept
+
+    def _passing(self) -> float:
+        """Return the gradients of activations in the backward pass of a block: three of the mlp's width and a few."""
+        shape, t = self.shape, self.tokens / self.plan.tp
+        return self.e * (2 * t * shape.intermediate_size + 2 * self.tokens * shape.hidden_size)
+
+
+def peak(phases: Mapping[str, Accounts]) -> tuple[str, Accounts]:
+    """Return the phase with the highest sum, and its accounts."""
+    return max(phases.items(), key=lambda item: item[1].total)
+
+
+def instants(phases: Mapping[str, Accounts]) -> Iterator[tuple[str, int]]:
+    """Yield each phase with its sum."""
+    yield from ((name, accounts.total) for name, accounts in phases.items())
