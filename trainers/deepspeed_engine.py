@@ -19,9 +19,8 @@ from trainers.memory import MemoryMeter
 from trainers.ranks import ensure_group
 from trainers.result import Account
 from trainers.strategies import Setting
+from trainers.strategies.zero import BUCKET
 from trainers.token_loss import Batch, keeps_heads, prepared
-
-BUCKET = 500_000_000  # DeepSpeed's own size of a bucket, in numbers
 
 
 class DeepSpeedEngine(Engine):

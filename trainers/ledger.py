@@ -12,7 +12,7 @@ queries and of keys, V the vocabulary, e bytes of a number in computing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainers.result import Accounts
@@ -35,7 +35,16 @@ class MicroBatch:
 
 def predict(shape: ModelShape, setting: Setting, batch: MicroBatch) -> dict[str, Accounts]:
     """Return the accounts at the peak of each phase, of the rank that holds most, in bytes."""
-    return _Ledger(shape, setting, batch).phases()
+    if setting.plan.pp == 1:
+        return _Ledger(shape, setting, batch).phases()
+    # The first stage keeps activations of more micro batches, the last one makes logits.
+    stages = [_Ledger(shape, setting, batch, stage).phases() for stage in ("first", "last")]
+    return max(stages, key=lambda phases: peak(phases)[1].total)
+
+
+def of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
+    """Return the bytes that the forward pass of one block keeps for its backward pass, nothing being recomputed."""
+    return _Ledger(shape, setting, batch)._block()
 
 
 def parameters(shape: ModelShape, setting: Setting) -> Parameters:
@@ -67,7 +76,7 @@ def targets(setting: Setting) -> tuple[str, ...]:
 class _Ledger:
     """The sizes of one configuration, and its instants."""
 
-    def __init__(self, shape: ModelShape, setting: Setting, batch: MicroBatch) -> None:
+    def __init__(self, shape: ModelShape, setting: Setting, batch: MicroBatch, stage: str = "whole") -> None:
         self.shape, self.setting, self.batch = shape, setting, batch
         self.plan, self.e = setting.plan, BYTES[setting.compute_dtype]
         self.full = setting.learning.adapter == "full"
@@ -79,7 +88,8 @@ class _Ledger:
         self.tokens = batch.rows * (-(-batch.tokens // multiple) * multiple) / self.plan.cp  # in attention and mlp
         whole = self.plan.tp == self.plan.pp == self.plan.cp == 1
         self.logit_rows = batch.rows * batch.heads if whole else self.tokens
-        self.logits = self.logit_rows * shape.vocab_size / self.plan.tp  # numbers
+        self.logits = 0.0 if stage == "first" else self.logit_rows * shape.vocab_size / self.plan.tp  # numbers
+        self.stage = stage
         self.hidden = self.tokens * shape.hidden_size / self.plan.tp  # numbers of a residual, divided over the tokens
         self.in_flight = self._in_flight()
 
@@ -102,23 +112,30 @@ class _Ledger:
         embedding = after * self.own.embedding / max(self.own.trained, 1)
         head_gradient = embedding
         first_gradient = after if self.shape.tie_word_embeddings else after - embedding
+        stepping = share.stepping + self._loop()
+        # Log-probabilities, and the gradients of these and of the logits; with tp in half precision these are narrower.
+        backward = 8 if self.plan.tp > 1 and self.e < FLOAT32 else 12
         return {
             "load": [self._at(stored, 0, 0, 0, without_state=True)],
-            "forward": [self._at(stored, before, blocks * kept + head, share.gathered + 8 * self.logits)],
+            "forward": [
+                self._at(stored, before, blocks * kept + head, share.gathered + self.e * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathered_after + 8 * self.logits),
+            ],
             "backward": [
-                self._at(stored, before, blocks * kept + head, share.gathered_again + 12 * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathered_after + backward * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathering + 4 * self.logits),
                 self._at(
                     stored, max(before, head_gradient), blocks * kept + recomputed,
-                    share.gathered_again + share.reducing + passing,
+                    share.gathered + share.reducing + passing,
                 ),
                 self._at(
                     stored, max(before, first_gradient), kept + recomputed,
-                    share.gathered_again + share.reducing + passing,
+                    share.gathered + share.reducing_more + passing,
                 ),
-                self._at(stored, after, 0, share.gathered_again + share.reducing_root),
+                self._at(stored, after, 0, share.gathered + share.reducing_root),
             ],
-            "first_optimizer_step": [self._at(stored, after, 0, share.stepping)],
-            "optimizer": [self._at(stored, after, 0, share.stepping)],
+            "first_optimizer_step": [self._at(stored, after, 0, stepping)],
+            "optimizer": [self._at(stored, after, 0, stepping)],
         }  # fmt: skip
 
     def _at(
@@ -135,7 +152,7 @@ class _Ledger:
             return 1
         if self.setting.options.get("pp_schedule") == "gpipe":
             return self.accumulation
-        return min(self.accumulation, self.plan.pp)
+        return min(self.accumulation, self.plan.pp if self.stage == "first" else 1)
 
     def _kept(self) -> float:
         """Return the bytes that the forward pass of a block keeps for its backward pass."""
@@ -144,10 +161,18 @@ class _Ledger:
         if mode == "none":
             return self._block()
         kept = e * self.hidden  # its input
-        if mode == "selective":  # attention and the products that are kept: q, v, gate and down, of adapters' A and B
-            kept += t * (e * (2 * shape.query_size + shape.key_value_size + shape.intermediate_size))
-            kept += e * self.hidden + 4 * t * shape.num_attention_heads
+        if mode == "selective":  # attention, and of the matrix products the first and every second one after it
+            kept += t * (e * sum(self._products()[::2]) + e * shape.query_size + 4 * shape.num_attention_heads)
         return kept
+
+    def _products(self) -> list[int]:
+        """Return the widths of what the matrix products of a block put out, in order."""
+        found = []
+        for name, (_, outputs) in self.shape.linear_layers.items():
+            found.append(outputs)
+            if name in self.targets:
+                found += [self.setting.learning.lora_rank, outputs]
+        return found
 
     def _block(self) -> float:
         """Return the bytes that autograd keeps of a block: norms, queries, keys, values, attention, and the mlp."""
@@ -181,11 +206,24 @@ class _Ledger:
         return pairs * (4 + (self.e if self.e < FLOAT32 else 0))
 
     def _head(self) -> float:
-        """Return what the final norm and the output head keep, and the log-probabilities are apart."""
-        kept = (4 + (self.e if self.full else 0)) * self.hidden
+        """Return what the final norm and the output head keep, without log-probabilities; and what stages exchange."""
+        between = self.accumulation * self.e * self.hidden if self.plan.pp > 1 else 0.0  # a buffer a micro batch
+        if self.stage == "first":
+            return between
+        kept = between + (4 + (self.e if self.full else 0)) * self.hidden
         if self.full:
             kept += self.e * self.logit_rows * self.shape.hidden_size
         return kept
+
+    def _loop(self) -> float:
+        """Return what an optimizer that takes one parameter after another makes of it: on CUDA one kernel takes all."""
+        if self.setting.device == "cuda":
+            return 0.0
+        matrices = [i * o for i, o in self.shape.linear_layers.values()]
+        rank = self.setting.learning.lora_rank
+        adapters = [rank * max(size) for name, size in self.shape.linear_layers.items() if name in self.targets]
+        largest = max(*matrices, self.shape.vocab_size * self.shape.hidden_size) if self.full else max(adapters)
+        return 2 * FLOAT32 * largest * min(1.0, self.share.optimizer_state / (8 * max(self.own.trained, 1)))
 
     def _passing(self) -> float:
         """Return the gradients of activations in the backward pass of a block: three of the mlp's width and a few."""
@@ -196,8 +234,3 @@ class _Ledger:
 def peak(phases: Mapping[str, Accounts]) -> tuple[str, Accounts]:
     """Return the phase with the highest sum, and its accounts."""
     return max(phases.items(), key=lambda item: item[1].total)
-
-
-def instants(phases: Mapping[str, Accounts]) -> Iterator[tuple[str, int]]:
-    """Yield each phase with its sum."""
-    yield from ((name, accounts.total) for name, accounts in phases.items())

@@ -81,7 +81,7 @@ def test_all_faults_come_at_once_with_the_nearest_name() -> None:
         "learning.lora_rank='none': expected a whole number",
         "learning.max_grad_norm='-1': must be at least 0",
         f"unknown key run.zzz; there are: {', '.join(f.name for f in dataclasses.fields(RunConfig))}",
-        "unknown key system.micro_batchsize for strategy ddp (did you mean micro_batch_size?)",
+        "unknown key system.micro_batchsize for strategy ddp (did you mean system.micro_batch_size?)",
     )
 
 

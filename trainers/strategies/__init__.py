@@ -126,19 +126,41 @@ class Share:
     gradients_before: float
     """while the last micro batch of a window is on its forward pass"""
     gathered: float = 0.0
-    """weights of other ranks, or in another dtype, while logits are made"""
-    gathered_again: float = 0.0
-    """the same in the backward pass of a block"""
+    """weights of other ranks, or in another dtype, while a block runs"""
+    gathered_after: float = 0.0
+    """what of these is still there when the model has run and the loss is computed"""
+    gathering: float = 0.0
+    """of the root's weights, as received and as used, when they are gathered again for the backward pass"""
     reducing: float = 0.0
-    """of a block's gradients on their way"""
+    """gradients on their way, in the backward pass of the last block, the first to have some"""
+    reducing_more: float = 0.0
+    """the same in that of the others"""
     reducing_root: float = 0.0
     """of the root's, at the end of a backward pass"""
     stepping: float = 0.0
     """of the optimizer"""
 
 
-# Bytes a trained number: kept in float32 whatever is computed in; AdamW's two moments.
-KEPT, MOMENTS = 4, 8
+@dataclass(frozen=True)
+class Recipe:
+    """In how many bytes a trained number is kept: itself, its gradient, a master copy, AdamW's two moments."""
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+
+    @property
+    def state(self) -> int:
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.weight + self.gradient + self.state
+
+
+NATIVE = Recipe(weight=4, gradient=4, master=0, moments=8)
+"""Of torch's own optimizers: float32 whatever is computed in, so that no master copy is needed."""
 
 
 class Strategy(ABC):
@@ -175,10 +197,10 @@ class Strategy(ABC):
 
     def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
         """Return what a rank holds; a method that divides nothing holds all."""
-        gradients = KEPT * whole.trained
+        gradients = NATIVE.gradient * whole.trained
         before = gradients if accumulation > 1 or self.keeps_gradients(setting) else 0.0
-        weights, state = KEPT * whole.trained + whole.frozen, MOMENTS * whole.trained
-        return Share(weights, state, gradients, before, reducing_root=KEPT * whole.embedding)
+        weights, state = NATIVE.weight * whole.trained + whole.frozen, NATIVE.state * whole.trained
+        return Share(weights, state, gradients, before, reducing_root=NATIVE.gradient * whole.embedding)
 
     @abstractmethod
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:

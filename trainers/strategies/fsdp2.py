@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.plan import Plan
-from trainers.strategies import KEPT, MOMENTS, STRATEGIES, Option, Parameters, Setting, Share, Strategy
+from trainers.strategies import NATIVE, STRATEGIES, Option, Parameters, Setting, Share, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,23 +92,30 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
     Weights are gathered in the dtype of compute: the root's for the whole pass, a block's and the next one's, or all
     that were not let go of. Whole gradients are as wide as compute, what is sent float32.
     """
-    weights = (KEPT * whole.trained + whole.frozen) / ranks
-    gradients = KEPT * whole.trained / ranks
-    unreduced = KEPT * whole.trained  # accumulated where they are not summed over ranks in between
+    weights = (NATIVE.weight * whole.trained + whole.frozen) / ranks
+    gradients = NATIVE.gradient * whole.trained / ranks
+    unreduced = NATIVE.gradient * whole.trained  # accumulated where they are not summed over ranks in between
     before = (gradients if sync else unreduced) if accumulation > 1 else 0.0
     some = whole.root_in_use + (2 * whole.block_in_use if reshard else whole.blocks * whole.block_in_use)
-    reduced = KEPT if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
-    reducing = (whole.compute + reduced) * whole.trained_block
+    reduced = NATIVE.gradient if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
     return Share(
         weights,
-        MOMENTS * whole.trained / ranks,
+        NATIVE.state * whole.trained / ranks,
         gradients,
         before,
-        gathered=whole.root_in_use if reshard else whole.in_use,
-        gathered_again=some,
-        reducing=reducing,
-        reducing_root=(whole.compute + reduced) * whole.trained_root,
+        gathered=some,
+        # The root's weights are let go of when the model has run; beside tp also where a block's are not.
+        gathered_after=0.0 if reshard else whole.in_use - (whole.root_in_use if setting.plan.tp > 1 else 0.0),
+        gathering=2 * whole.root_in_use if reshard else 0.0,
+        reducing=whole.compute * whole.trained_block,
+        reducing_more=(whole.compute + reduced) * whole.trained_block,
+        reducing_root=(whole.compute + (reduced if ranks_summed(setting) > 1 else 0)) * whole.trained_root,
     )
+
+
+def ranks_summed(setting: Setting) -> int:
+    """Return over how many ranks a gradient is summed."""
+    return setting.plan.dp * setting.plan.cp
 
 
 def policies(setting: Setting) -> dict[str, Any]:

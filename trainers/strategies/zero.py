@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainers.plan import Plan
-from trainers.strategies import KEPT, MOMENTS, STRATEGIES, Option, Parameters, Setting, Share, Strategy
+from trainers.strategies import STRATEGIES, Option, Parameters, Recipe, Setting, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from trainers.config import SystemConfig
     from trainers.engine import Engine
     from trainers.layout import Layout
+
+
+BUCKET, LIVE = 500_000_000, 1_000_000_000
+"""DeepSpeed's own size of a bucket, and of the weights that stage 3 keeps gathered; numbers."""
 
 
 class Zero(Strategy):
@@ -88,24 +92,32 @@ class Zero(Strategy):
         return setting.plan.dp
 
     def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
-        stage, engine = setting.options["zero_stage"], setting.options["zero_engine"]
+        stage, engine = int(setting.options["zero_stage"]), setting.options["zero_engine"]
         ranks = setting.plan.dp
         if engine == "torch":
             plain = super().share(setting, whole, accumulation)
             return replace(plain, optimizer_state=plain.optimizer_state / ranks)
         # DeepSpeed: weights in the dtype of compute, and a rank's part of float32 masters beside its moments.
-        weights = whole.compute * whole.trained + whole.frozen
-        gradients = KEPT * whole.trained
+        # Stage 1 keeps whole gradients, as computed and as summed; the others a part, and a bucket to send from, which
+        # stage 3 never lets go of. It gathers weights as long as there are fewer than LIVE of them.
+        recipe = Recipe(whole.compute, gradient=4, master=4, moments=8)
+        weights, bucket = recipe.weight * whole.trained + whole.frozen, min(BUCKET, whole.trained)
+        part = recipe.gradient * whole.trained / ranks
+        gathered = min(whole.in_use, LIVE * whole.compute) if stage == 3 else 0.0
+        whole_gradients = (recipe.gradient + whole.compute) * whole.trained
+        gradients = {1: whole_gradients, 2: part, 3: part + whole.compute * bucket}[stage]
+        reducing = recipe.gradient * bucket if stage == 2 else 0.0
         return Share(
             weights / (ranks if stage == 3 else 1),
-            (KEPT + MOMENTS) * whole.trained / ranks,
-            gradients / (1 if stage == 1 else ranks),
-            gradients / (1 if stage == 1 else ranks) if accumulation > 1 else 0.0,
-            gathered=whole.root_in_use if stage == 3 else 0.0,
-            gathered_again=whole.root_in_use + 2 * whole.block_in_use if stage == 3 else 0.0,
-            reducing=whole.compute * whole.trained_block,
-            reducing_root=whole.compute * whole.trained_root,
-            stepping=gradients / ranks,
+            recipe.state * whole.trained / ranks,
+            gradients,
+            gradients if accumulation > 1 or stage == 3 else 0.0,
+            gathered=gathered,
+            gathered_after=gathered,
+            reducing=reducing,
+            reducing_more=reducing,
+            reducing_root=reducing,
+            stepping=part if stage == 3 else 0.0,
         )
 
     def optimizer(

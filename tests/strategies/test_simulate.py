@@ -79,7 +79,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("alone", "fsdp2", "zero 3", "tp", "pp", "cp")
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_simulated_step_takes_what_a_real_one_takes(name: str, ranks: Ranks, simulator: Simulator) -> None:
     system, learning = CASES[name]
     setting = setting_of(system, learning)

@@ -1,0 +1,148 @@
+"""The closed form against sums by hand, published counts, and the simulation on shapes that it has not seen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from trainers.config import LearningConfig, SystemConfig, from_tree
+from trainers.ledger import MicroBatch, of_block, parameters, peak, predict
+from trainers.shape import ModelShape
+from trainers.simulate import Simulator, Task
+from trainers.strategies import NATIVE, STRATEGIES, Setting, illegal
+
+LLAMA_8B = ModelShape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False)
+QWEN_600M = ModelShape("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, True, qk_norm=True)
+TOKEN = MicroBatch(rows=1, tokens=1, heads=1)
+
+
+def setting(shape: ModelShape, system: dict[str, Any], device: str = "cuda", **learning: Any) -> Setting:
+    typed = from_tree(SystemConfig, system)
+    learned = from_tree(LearningConfig, {"adapter": "full", "global_batch_size": 64, **learning})
+    return Setting(learned, typed, STRATEGIES[typed.strategy].plan(typed), shape, device)
+
+
+def test_six_hundred_million_parameters_at_16_bytes_are_8_94_gib() -> None:
+    """The worked value of the design: 0.6e9 × 16 = 9.6e9 bytes, before activations, logits and buffers."""
+    assert NATIVE.total == 16
+    assert 0.6e9 * NATIVE.total / 2**30 == pytest.approx(8.94, abs=0.005)
+    found = predict(QWEN_600M, setting(QWEN_600M, {}), TOKEN)["optimizer"]
+    assert found.total == pytest.approx(QWEN_600M.num_parameters * 16, rel=1e-3)
+
+
+def test_what_a_block_keeps_per_token() -> None:
+    """bfloat16: 16 h + 4 q + 4 k + 8 f + 8 + 4 heads, read off autograd's saved tensors: 200,840 bytes for Llama-3-8B.
+
+    Qwen3-0.6B 71,848, with its norms of queries and keys: 6 q + 6 k + 4 heads + 4 key-value heads.
+    """
+    assert of_block(LLAMA_8B, setting(LLAMA_8B, {}), TOKEN) == 200_840
+    assert of_block(QWEN_600M, setting(QWEN_600M, {}), TOKEN) == 71_848
+    # Of an adapter's base no weight is trained: what norms scale is not kept. 12 h, and 14 r of the adapters.
+    lora = of_block(LLAMA_8B, setting(LLAMA_8B, {}, adapter="lora", lora_rank=8), TOKEN)
+    assert lora == 200_840 - 4 * 4096 + 14 * 8
+
+
+def test_the_logits_take_12_bytes_each_in_the_backward_pass() -> None:
+    few, many = (
+        predict(QWEN_600M, setting(QWEN_600M, {}, param_dtype="float32"), MicroBatch(1, 4096, heads))["backward"]
+        for heads in (3000, 4000)
+    )
+    assert many.temporary - few.temporary == 12 * 1000 * 151936
+
+
+@pytest.mark.parametrize(
+    ("system", "weights", "state"),
+    [
+        ({"strategy": "ddp", "num_workers": 8}, 4, 8),
+        ({"strategy": "fsdp2", "num_workers": 8}, 4 / 8, 8 / 8),
+        ({"strategy": "fsdp2", "num_workers": 8, "dp_replicate": 2}, 4 / 4, 8 / 4),
+        ({"strategy": "fsdp2", "num_workers": 8, "tp": 2}, 4 / 8, 8 / 8),
+        ({"strategy": "zero", "zero_stage": 1, "num_workers": 8}, 2, 12 / 8),
+        ({"strategy": "zero", "zero_stage": 3, "num_workers": 8}, 2 / 8, 12 / 8),
+    ],
+)
+def test_the_state_of_a_rank(system: dict[str, Any], weights: float, state: float) -> None:
+    found = predict(LLAMA_8B, setting(LLAMA_8B, system), TOKEN)["optimizer"]
+    assert found.weights == pytest.approx(weights * LLAMA_8B.num_parameters, rel=1e-6)
+    assert found.optimizer_state == pytest.approx(state * LLAMA_8B.num_parameters, rel=1e-6)
+
+
+def test_a_quantized_base_takes_half_a_byte_a_weight_and_its_scales() -> None:
+    """arXiv 2305.14314: 4 bits, 8 for the scale of 64, 32 for that of 256 of these: 4.127 bits a weight."""
+    own = parameters(LLAMA_8B, setting(LLAMA_8B, {}, adapter="qlora"))
+    matrices = sum(i * o for i, o in LLAMA_8B.linear_layers.values())
+    assert (own.frozen_block - 2 * 2 * 4096) / matrices * 8 == pytest.approx(4.127, abs=0.001)
+
+
+def test_it_imports_no_torch() -> None:
+    """On a busy machine that takes a quarter of a minute, and a plan asks of thousands of candidates."""
+    script = (
+        "import sys; from trainers import ledger; from trainers.config import *; from trainers.shape import ModelShape;"
+        "from trainers.strategies import STRATEGIES, Setting;"
+        "shape = ModelShape('a', 'llama', 64, 128, 2, 4, 2, 16, 100, 64, True);"
+        "rows = [SystemConfig(strategy=s, num_workers=2, options={o.name: o.default for o in STRATEGIES[s].options})"
+        " for s in ('ddp', 'fsdp2', 'zero')];"
+        "[ledger.predict(shape, Setting(LearningConfig(), r, STRATEGIES[r.strategy].plan(r), shape, 'cuda'),"
+        " ledger.MicroBatch(1, 64, 64)) for r in rows];"
+        "print([m for m in ('torch', 'peft', 'deepspeed', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 2},
+    {"strategy": "fsdp2", "num_workers": 4},
+    {"strategy": "fsdp2", "num_workers": 4, "reshard_after_forward": False},
+    {"num_workers": 2, "tp": 2},
+    {"strategy": "fsdp2", "num_workers": 4, "cp": 2},
+    {"num_workers": 2, "pp": 2},
+]
+
+
+def unseen() -> Iterator[tuple[ModelShape, Setting, MicroBatch]]:
+    """Yield configurations drawn at random: shapes, dtypes, adapters, recomputation, lengths."""
+    draw = random.Random(7)
+    for system, recompute in itertools.product(WAYS, ("none", "full")):
+        heads, groups = draw.choice([4, 8]), draw.choice([1, 2])
+        kind, hidden = draw.choice(["llama", "qwen3"]), 32 * draw.randint(4, 12)
+        shape = ModelShape(
+            "drawn", kind, hidden, hidden * draw.choice([2, 3]), draw.randint(4, 8), heads,
+            heads // groups, 32, 2000 * draw.randint(1, 20), 4096,
+            draw.choice([True, False]), qk_norm=kind == "qwen3",
+        )  # fmt: skip
+        batch = MicroBatch(draw.choice([1, 2, 4]), 64 * draw.randint(2, 12), 64)
+        typed = setting(
+            shape,
+            {**system, "activation_checkpointing": recompute, "micro_batch_size": batch.rows},
+            draw.choice(["cpu", "cuda"]),
+            adapter=draw.choice(["full", "lora"]),
+        )
+        assert not illegal(typed)
+        yield shape, typed, batch
+
+
+def simulated(simulator: Simulator, drawn: Sequence[tuple[ModelShape, Setting, MicroBatch]]) -> Iterator[int]:
+    """Yield the bytes at the peak of the rank that holds most: of a pipeline the first or the last."""
+    for shape, one, batch in drawn:
+        ranks = {0, one.plan.world - 1} if one.plan.pp > 1 else {0}
+        found = simulator.run([Task(shape, one, batch, rank) for rank in ranks])
+        assert not any(isinstance(peaks, str) for peaks in found), found
+        yield max(memory.allocated for peaks in found for memory in peaks.values())  # type: ignore[union-attr]
+
+
+def test_it_is_near_the_simulation_on_shapes_that_it_has_not_seen() -> None:
+    drawn = list(unseen())
+    with Simulator(1) as simulator:
+        right = list(simulated(simulator, drawn))
+    found = [peak(predict(*one))[1].total for one in drawn]
+    errors = [ours / theirs - 1 for ours, theirs in zip(found, right, strict=True)]
+    assert max(abs(e) for e in errors) <= 0.15, errors
+    assert sorted(abs(e) for e in errors)[len(errors) // 2] <= 0.05, errors
