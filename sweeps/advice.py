@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sweeps.candidates import DERIVED
 from sweeps.outcome import TrialOutcome
 from sweeps.scaling import RATE
-from trainers.result import Accounts
+from trainers.result import GIB, Accounts
 from trainers.shape import ModelShape
 from trainers.timing import peak_phase
 
@@ -17,8 +18,6 @@ WAITS = 0.15  # of a step: from here on what it waits for is worth a change
 PADDED = 0.15
 RECOMPUTES = 0.15
 TOLERANCE = 0.2  # relative: how far from what was expected a change may come out and still be called true
-# Names that follow from others, and so differ where a change was made.
-DERIVED = {"gradient_accumulation_steps"}
 # Options that come and go with a value of another axis.
 OPTIONS = {
     "strategy": {
@@ -63,8 +62,15 @@ class Advice:
     """whether that trial was no better"""
 
 
+Ledger = Callable[[Config, TrialOutcome], float | None]
+"""Bytes at the peak of a configuration, with rows as long as a trial has run; None where they cannot be told."""
+
+
 def advise(
-    outcomes: Sequence[TrialOutcome], shape: ModelShape | None, legal: Callable[[Config], bool] = lambda _: True
+    outcomes: Sequence[TrialOutcome],
+    shape: ModelShape | None,
+    legal: Callable[[Config], bool] = lambda _: True,
+    ledger: Ledger = lambda *_: None,
 ) -> list[Advice]:
     """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed.
 
@@ -74,9 +80,23 @@ def advise(
     return [
         advice
         for o in trials
-        for ways in (_of_memory(o, shape), _of_time(o))
+        for ways in (_by_ledger(_of_memory(o, shape), o, trials, ledger), _of_time(o))
         for advice in _up_to_the_first_open(ways, o, trials, legal, drift)
     ]
+
+
+def _by_ledger(
+    ways: Iterable[Advice], outcome: TrialOutcome, trials: Sequence[TrialOutcome], ledger: Ledger
+) -> Iterator[Advice]:
+    """Yield advice on memory with what the ledger expects: of a trial that ran in proportion to what it took."""
+    ran = outcome if outcome.result else next((o for o in trials if o.result), None)  # for the data's lengths
+    for advice in ways:
+        after = ledger(changed(outcome.config, advice.change), ran) if advice.change and ran is not None else None
+        before = ledger(outcome.config, ran) if ran is not None else None
+        if after is not None and before:
+            peak = outcome.metrics.get(PEAK)
+            advice = replace(advice, expected=after / before * peak if peak else after / GIB)
+        yield advice
 
 
 def _drift(outcomes: Sequence[TrialOutcome]) -> float:

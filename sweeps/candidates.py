@@ -18,6 +18,9 @@ from trainers.plan import Plan
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, illegal
 
+DERIVED = {"gradient_accumulation_steps"}
+"""Names in a trial's configuration that follow from others."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -73,13 +76,29 @@ def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
     return list(found.values())
 
 
+def setting_of(config: Mapping[str, Any], context: Context) -> Setting | None:
+    """Return the setting of a configuration, flat; None where it is none."""
+    try:
+        of_learning, of_system = _split(config)
+        learning, system = from_tree(LearningConfig, of_learning), from_tree(SystemConfig, of_system)
+        plan = STRATEGIES[system.strategy].plan(system)
+        plan.accumulation(learning.global_batch_size, system.micro_batch_size)
+    except (UserError, ValueError):
+        return None
+    return Setting(learning, system, plan, context.shape, context.cluster.device)
+
+
+def _split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a flat configuration as learning and system."""
+    names = {f.name for f in dataclasses.fields(LearningConfig)}
+    system = {name: value for name, value in config.items() if name not in names | DERIVED}
+    return {name: value for name, value in config.items() if name in names}, system
+
+
 def may_run(model: str, config: Mapping[str, Any], context: Context) -> bool:
     """Tell whether a configuration, flat, is one and legal."""
-    names = {f.name for f in dataclasses.fields(LearningConfig)}
-    learning = {name: value for name, value in config.items() if name in names}
-    system = {name: value for name, value in config.items() if name not in names}
     try:
-        return _candidate(model, learning, system, context).legal
+        return _candidate(model, *_split(config), context).legal
     except UserError:
         return False
 

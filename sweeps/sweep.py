@@ -18,6 +18,7 @@ from sweeps.candidates import (
     enumerate_candidates,
     may_run,
     pruned_rules,
+    setting_of,
 )
 from sweeps.clusters import price_per_gpu_hour
 from sweeps.desk import Screen, SweepDesk
@@ -30,9 +31,10 @@ from sweeps.record import Recorder
 from sweeps.scaling import RATE, Scaling, draw, scaling
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
-from trainers import model
+from trainers import ledger, model
 from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
+from trainers.ledger import MicroBatch
 from trainers.prepare import TrialData, prepare
 from trainers.shape import ModelShape
 from trainers.timing import doubts
@@ -210,7 +212,12 @@ def conclude(
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
     untried = sum(c.legal and c.id not in tried for c in candidates)
     ended, why = ending(desk, stopped, untried)
-    advice = advise(outcomes, context.shape, lambda config: may_run(spec.model, config, context))
+    advice = advise(
+        outcomes,
+        context.shape,
+        lambda config: may_run(spec.model, config, context),
+        lambda config, ran: peak_bytes(config, ran, context),
+    )
     scaled = scaling(outcomes)
     journal.write_json("advice.json", [dataclasses.asdict(a) for a in advice])
     if scaled:
@@ -237,6 +244,15 @@ def conclude(
         desk.recorder.url(),
         desk.recorder.ui_command(),
     )
+
+
+def peak_bytes(config: Mapping[str, Any], ran: TrialOutcome, context: Context) -> float | None:
+    """Return what a configuration takes at its peak by the ledger, with rows as long as those of a trial that ran."""
+    setting, measured = setting_of(config, context), ran.measured
+    if setting is None or context.shape is None or measured is None or measured.largest is None:
+        return None
+    batch = MicroBatch(**{**measured.largest, "rows": setting.system.micro_batch_size})
+    return float(ledger.peak(ledger.predict(context.shape, setting, batch))[1].total)
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,6 +11,7 @@ from trainers import batch as batching
 from trainers.batch import Counts, Window
 from trainers.data import TokenizedDataset, collate
 from trainers.diagnose import Running
+from trainers.ledger import MicroBatch
 from trainers.prepare import TrialData
 from trainers.regions import DATA, region
 from trainers.strategies import Setting
@@ -66,6 +67,12 @@ class Feed:
             self._given = mine
             targets = sum(batching.count(ids, self.samples).targets for ids in mine) * self._dp
             yield [self.batch(self.data.train, ids) for ids in mine], targets
+
+    def largest(self, updates: Sequence[Window], only_targets: bool) -> MicroBatch:
+        """Return the size of the micro batch with the most slots."""
+        _, ids = batching.extreme_micro_batches(updates, self.samples, self._dp, self.micro)
+        tokens = max(self.samples.lengths[i] for i in ids)
+        return MicroBatch(len(ids), tokens, self.heads(ids, only_targets) // len(ids))
 
     def heads(self, ids: Sequence[int], only_targets: bool) -> int:
         """Return for how many positions of a micro batch logits are made: all, or those at which a row has a target."""

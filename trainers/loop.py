@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainers.engine import Engine
 from trainers.environment import describe
 from trainers.feed import Feed
 from trainers.layout import Layout
+from trainers.ledger import MicroBatch
 from trainers.memory import MemoryMeter, host_peak_bytes
 from trainers.model import shape
 from trainers.parity import Prover
@@ -34,6 +35,7 @@ from trainers.result import Evaluation, History, Proof, Save, Speed, StopReason,
 from trainers.speed import Probe
 from trainers.strategies import STRATEGIES, Setting
 from trainers.timing import Stopwatch
+from trainers.token_loss import keeps_heads
 from trainers.traces import Traces
 
 DIVERGED = 1.5  # an evaluation above this multiple of the first one ends the run
@@ -159,7 +161,8 @@ def train(
         publish(folder.parent, engine, config, layout, again=len(history.updates) > resumed_at)
     engine.close()
     proof = prover.result(history)
-    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world, proof, speed)
+    largest = feed.largest(updates, only_targets=keeps_heads(setting))
+    return assemble(config, slowest(history, world), stop, prints, seconds, meter, world, proof, speed, largest)
 
 
 @contextmanager
@@ -275,6 +278,7 @@ def assemble(
     world: World,
     proof: Proof | None,
     speed: Speed | None,
+    largest: MicroBatch,
 ) -> TrialResult:
     """Combine the ranks: times are the slowest rank's, memory the largest."""
     return TrialResult(
@@ -291,4 +295,5 @@ def assemble(
         environment=describe(world),
         proof=proof,
         speed=speed,
+        largest=asdict(largest),
     )

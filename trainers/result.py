@@ -254,6 +254,7 @@ class TrialResult:
     environment: Mapping[str, str] = field(default_factory=dict)
     proof: Proof | None = None
     speed: Speed | None = None  # None where it was not asked for: then training itself tells
+    largest: Mapping[str, int] | None = None  # micro batch that the rehearsal ran: rows, tokens, heads (with logits)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; what is not finite becomes null."""

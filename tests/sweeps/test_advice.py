@@ -158,3 +158,18 @@ def test_what_is_no_more_than_the_drift_of_the_machine_is_no_success() -> None:
     again = trial(2, gib(weights=2), target_tokens_per_second=900.0, **BUSY).model_copy(update={"repeats": "001"})
     verdict = first(advise([before, after, again], None), "000", "target_tokens_per_second").verdict
     assert verdict == "trial 001: 1000 → 1100, no more than the noise (± 18%)"  # 1100 was 900 when it was timed again
+
+
+def test_what_is_expected_is_the_ledgers_proportion_of_what_was_measured() -> None:
+    """The ledger says 20 for the batch of 4 and 12 for that of 2; 8 GiB were measured: 4.8."""
+    before = trial(0, gib(weights=2, activations=6))
+    said = {4: 20.0, 2: 12.0, 1: 7.0}
+    found = advise([before], None, ledger=lambda config, _: said[config["micro_batch_size"]])
+    assert first(found, "000", "peak_memory_gib").expected == pytest.approx(4.8)
+
+
+def test_after_an_oom_the_ledger_says_what_the_change_would_take() -> None:
+    ran = trial(0, gib(weights=1), config={"micro_batch_size": 1})
+    died = trial(1, status="OOM", phase="backward")
+    found = advise([ran, died], None, ledger=lambda *_: 3.0 * GIB)
+    assert first(found, "001", "peak_memory_gib").expected == pytest.approx(3.0)
