@@ -62,8 +62,8 @@ class Advice:
     """whether that trial was no better"""
 
 
-Ledger = Callable[[Config, TrialOutcome], float | None]
-"""Bytes at the peak of a configuration, with rows as long as a trial has run; None where they cannot be told."""
+Ledger = Callable[[Config, TrialOutcome], Accounts | None]
+"""The accounts at the peak of a configuration, with rows as long as a trial has run; None where they cannot be told."""
 
 
 def advise(
@@ -95,7 +95,7 @@ def _by_ledger(
         before = ledger(outcome.config, ran) if ran is not None else None
         if after is not None and before:
             peak = outcome.metrics.get(PEAK)
-            advice = replace(advice, expected=after / before * peak if peak else after / GIB)
+            advice = replace(advice, expected=after.total / before.total * peak if peak else after.total / GIB)
         yield advice
 
 

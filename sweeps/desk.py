@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from sweeps import cost, signals
-from sweeps.candidates import Candidate, Cluster, trial_tree
+from sweeps import cost, predict, signals
+from sweeps.candidates import Candidate, Context, trial_tree
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.parity import References
@@ -51,11 +51,11 @@ class SweepDesk:
         journal: Journal,
         recorder: Recorder,
         screen: Screen,
-        cluster: Cluster,
+        context: Context,
         prices: cost.Prices,
     ) -> None:
         self.spec, self.searcher, self.journal, self.recorder = spec, searcher, journal, recorder
-        self.screen, self.cluster, self.prices = screen, cluster, prices
+        self.screen, self.context, self.prices = screen, context, prices
         self._started: float | None = None  # when the first trial was asked for
         self._resumed = len(journal.outcomes)  # what failed before may have been mended since
         self.target = spec.target_eval_loss
@@ -168,7 +168,7 @@ class SweepDesk:
             trial_tree(
                 self.spec,
                 candidate,
-                self.cluster.device,
+                self.context.cluster.device,
                 self.target,
                 self._proof_of(candidate),
                 str((self.journal.folder / "traces" / trial_id).resolve()),
@@ -262,6 +262,7 @@ class SweepDesk:
             figures = {name: value for name, value in figures.items() if name not in LEARNED}
         else:
             figures |= cost.quality_figures(measured, self.target, self.prices)
+        figures |= predict.figures(known["config"], measured, self.context)
         figures |= self._start_up(job, known["ended_at"], measured)
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}

@@ -37,7 +37,9 @@ WITHOUT_OBJECTIVES = ("OOM", "FAILED", "INFEASIBLE")
 
 _GROUPS = {
     "memory": "peak_memory_gib peak_memory_allocated_gib peak_memory_reserved_gib host_peak_memory_gib weights_gib "
-    "gradients_gib optimizer_state_gib activations_gib temporary_gib",
+    "gradients_gib optimizer_state_gib activations_gib temporary_gib predicted_peak_memory_allocated_gib "
+    "predicted_weights_gib predicted_gradients_gib predicted_optimizer_state_gib predicted_activations_gib "
+    "predicted_temporary_gib",
     "throughput": "step_time_s step_time_precision tokens_per_second target_tokens_per_second "
     "tokens_per_second_per_device padding_share mfu hfu straggler_spread",
     "step": "forward_share backward_share recompute_share collective_share transfer_share data_share "

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import varying
+from sweeps.predict import SUM
 from sweeps.sweep import Report
 from sweeps.wording import FIGURES, configuration, counted, figure, mib, parity, state, words
-from trainers.result import Accounts
+from trainers.result import GIB, Accounts
 from trainers.split import PARTS
 from trainers.timing import peak_phase
 from trainers.traces import SHOWN_BY
@@ -85,19 +86,23 @@ def _print_accounts(console: Console, report: Report) -> None:
         memory = measured.memory[phase].worst
         accounts = (getattr(memory.accounts, name) for name in Accounts.names())
         held = memory.reserved - memory.allocated
+        predicted = round(outcome.metrics.get(SUM, 0.0) * GIB)
+        ratio = f"{memory.allocated / predicted:.2f}" if predicted else ""
         rows.append(
             [
                 outcome.trial_id,
                 phase.replace("_", " "),
                 str(rank),
-                *(mib(b) for b in (*accounts, memory.allocated, held)),
+                *(mib(b) for b in (*accounts, memory.allocated, held, predicted)),
+                ratio,
             ]
         )
     heads = [name.replace("_", " ") for name in Accounts.names()]
-    names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved"]
-    _print_table(
-        console, "Memory at the peak, MiB: the five accounts, their sum, and what the allocator keeps", names, rows
+    names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved", "predicted", "ratio"]
+    title = (
+        "Memory at the peak, MiB: the five accounts, their sum, what the allocator keeps beside; and what was predicted"
     )
+    _print_table(console, title, names, rows)
 
 
 def _print_parts(console: Console, report: Report) -> None:

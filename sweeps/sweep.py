@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sweeps import cost, signals
+from sweeps import cost, predict, signals
 from sweeps.advice import Advice, advise
 from sweeps.candidates import (
     Candidate,
@@ -18,7 +18,6 @@ from sweeps.candidates import (
     enumerate_candidates,
     may_run,
     pruned_rules,
-    setting_of,
 )
 from sweeps.clusters import price_per_gpu_hour
 from sweeps.desk import Screen, SweepDesk
@@ -31,10 +30,9 @@ from sweeps.record import Recorder
 from sweeps.scaling import RATE, Scaling, draw, scaling
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
-from trainers import ledger, model
+from trainers import model
 from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
-from trainers.ledger import MicroBatch
 from trainers.prepare import TrialData, prepare
 from trainers.shape import ModelShape
 from trainers.timing import doubts
@@ -120,7 +118,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         for outcome in journal.outcomes:
             if not outcome.cut_short:
                 searcher.tell(outcome)
-        desk = SweepDesk(spec, searcher, journal, recorder, screen, cluster, cost.Prices.of(spec, price))
+        assert context is not None, "a fault of it was raised"
+        desk = SweepDesk(spec, searcher, journal, recorder, screen, context, cost.Prices.of(spec, price))
 
         # 4. Trial after trial, until the space or the budget is spent; whatever ends it, what there is gets concluded.
         stopped: BaseException | None = None
@@ -137,8 +136,7 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
             stopped = error
 
         # 5. The trade-off, written down.
-        assert context is not None, "a fault of it was raised"
-        report = conclude(desk, candidates, context, stopped)
+        report = conclude(desk, candidates, stopped)
         if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
             raise stopped
         return report
@@ -198,11 +196,9 @@ def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
     return data
 
 
-def conclude(
-    desk: SweepDesk, candidates: Sequence[Candidate], context: Context, stopped: BaseException | None
-) -> Report:
+def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseException | None) -> Report:
     """Compute the frontier and what to change, write both to the folder and to MLflow, and say how the sweep ended."""
-    spec, journal = desk.spec, desk.journal
+    spec, journal, context = desk.spec, desk.journal, desk.context
     outcomes = list({o.trial_id: o for o in journal.outcomes}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
     simplest_first = sorted((o for o in outcomes if o.competes), key=simplicity)
@@ -216,7 +212,7 @@ def conclude(
         outcomes,
         context.shape,
         lambda config: may_run(spec.model, config, context),
-        lambda config, ran: peak_bytes(config, ran, context),
+        lambda config, ran: predict.peak(config, ran.measured, context),
     )
     scaled = scaling(outcomes)
     journal.write_json("advice.json", [dataclasses.asdict(a) for a in advice])
@@ -244,15 +240,6 @@ def conclude(
         desk.recorder.url(),
         desk.recorder.ui_command(),
     )
-
-
-def peak_bytes(config: Mapping[str, Any], ran: TrialOutcome, context: Context) -> float | None:
-    """Return what a configuration takes at its peak by the ledger, with rows as long as those of a trial that ran."""
-    setting, measured = setting_of(config, context), ran.measured
-    if setting is None or context.shape is None or measured is None or measured.largest is None:
-        return None
-    batch = MicroBatch(**{**measured.largest, "rows": setting.system.micro_batch_size})
-    return float(ledger.peak(ledger.predict(context.shape, setting, batch))[1].total)
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:

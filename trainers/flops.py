@@ -73,7 +73,7 @@ def _again(tokens: int, shape: ModelShape, learning: LearningConfig, recompute: 
 
 def _products(shape: ModelShape, learning: LearningConfig) -> Iterator[int]:
     """Yield the weights of the matrix products of one block, in the order of the forward pass."""
-    targets = _targets(learning)
+    targets = adapted(learning)
     for name, (inputs, outputs) in shape.linear_layers.items():
         yield inputs * outputs
         if name in targets:
@@ -89,10 +89,11 @@ def _weights(shape: ModelShape, learning: LearningConfig) -> float:
 def _trained(shape: ModelShape, learning: LearningConfig) -> float:
     if learning.adapter == "full":
         return _weights(shape, learning)
-    return shape.num_lora_parameters(learning.lora_rank, _targets(learning))
+    return shape.num_lora_parameters(learning.lora_rank, adapted(learning))
 
 
-def _targets(learning: LearningConfig) -> tuple[str, ...]:
+def adapted(learning: LearningConfig) -> tuple[str, ...]:
+    """Return the linear layers of a block that have an adapter."""
     if learning.adapter == "full":
         return ()
     if learning.targets is None:

@@ -15,8 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainers.flops import adapted
 from trainers.result import Accounts
-from trainers.shape import LINEAR_LAYERS, ModelShape
+from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Parameters, Setting, Share
 
 FLOAT32 = 4
@@ -57,20 +58,10 @@ def parameters(shape: ModelShape, setting: Setting) -> Parameters:
     root = (table if plan.pp > 1 else shape.num_embedding_parameters) + shape.hidden_size
     if learning.adapter == "full":
         return Parameters(block / plan.tp, 0.0, root / plan.tp, 0.0, blocks, compute, table / plan.tp)
-    adapter = shape.num_lora_parameters(learning.lora_rank, targets(setting)) / shape.num_hidden_layers
+    adapter = shape.num_lora_parameters(learning.lora_rank, adapted(learning)) / shape.num_hidden_layers
     matrices = sum(inputs * outputs for inputs, outputs in shape.linear_layers.values())
     frozen = block * stored if learning.adapter == "lora" else matrices * NF4 + (block - matrices) * stored
     return Parameters(adapter / plan.tp, frozen / plan.tp, 0.0, root * stored / plan.tp, blocks, compute, 0.0)
-
-
-def targets(setting: Setting) -> tuple[str, ...]:
-    """Return the linear layers of a block that have an adapter."""
-    if setting.learning.adapter == "full":
-        return ()
-    named = setting.learning.targets
-    if named is None:
-        return LINEAR_LAYERS
-    return tuple(name for given in named if (name := given.rpartition(".")[2]) in LINEAR_LAYERS)
 
 
 class _Ledger:
@@ -80,7 +71,7 @@ class _Ledger:
         self.shape, self.setting, self.batch = shape, setting, batch
         self.plan, self.e = setting.plan, BYTES[setting.compute_dtype]
         self.full = setting.learning.adapter == "full"
-        self.targets = targets(setting)
+        self.targets = adapted(setting.learning)
         self.accumulation = self.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
         self.own = parameters(shape, setting)
         self.share: Share = STRATEGIES[setting.system.strategy].share(setting, self.own, self.accumulation)
@@ -103,7 +94,8 @@ class _Ledger:
 
     def _instants(self, stored: Accounts) -> dict[str, list[Accounts]]:
         share, kept, head = self.share, self._kept(), self._head()
-        blocks = self.own.blocks * self.in_flight
+        offloaded = self.setting.system.offload_activations and self.setting.device == "cuda"
+        blocks = 1 if offloaded else self.own.blocks * self.in_flight
         before, after = share.gradients_before, share.gradients
         passing = self._passing()
         one = self._block()
@@ -190,10 +182,8 @@ class _Ledger:
         if shape.qk_norm:
             kept += t * ((4 + (e if self.full else 0)) * (q + k))
             kept += 4 * t * (shape.num_attention_heads + shape.num_key_value_heads)
-        mlp = (
-            4 if self.full or "down_proj" in self.targets else 3
-        )  # gate, its silu, up; the product for down's gradient
-        kept += t * e * mlp * f
+        needed = self.full or "down_proj" in self.targets  # what down multiplies; gate, its silu and up in any case
+        kept += t * e * f * (4 if needed else 3)
         kept += e * self.tokens * self.setting.learning.lora_rank * len(self.targets)
         if self.setting.system.attn_implementation == "eager":
             kept += self._scores()
@@ -222,7 +212,9 @@ class _Ledger:
         matrices = [i * o for i, o in self.shape.linear_layers.values()]
         rank = self.setting.learning.lora_rank
         adapters = [rank * max(size) for name, size in self.shape.linear_layers.items() if name in self.targets]
-        largest = max(*matrices, self.shape.vocab_size * self.shape.hidden_size) if self.full else max(adapters)
+        largest = (
+            max(*matrices, self.shape.vocab_size * self.shape.hidden_size) if self.full else max(adapters, default=0)
+        )
         return 2 * FLOAT32 * largest * min(1.0, self.share.optimizer_state / (8 * max(self.own.trained, 1)))
 
     def _passing(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sweeps import cost, space
-from sweeps.candidates import Candidate, Cluster
+from sweeps.candidates import Candidate, Cluster, Context
 from sweeps.desk import SweepDesk
 from sweeps.journal import Journal
 from sweeps.objectives import OBJECTIVES
@@ -40,8 +40,8 @@ def desk_after(outcomes: list[TrialOutcome], folder: Path, more: dict[str, objec
     for outcome in outcomes:
         if not outcome.cut_short:
             searcher.tell(outcome)
-    cluster = Cluster("cpu", 4, "")
-    return SweepDesk(spec, searcher, journal, NoRecorder(), SilentScreen(), cluster, cost.Prices(1.0))  # type: ignore[arg-type]
+    context = Context(Cluster("cpu", 4, ""), None, None, "inline")
+    return SweepDesk(spec, searcher, journal, NoRecorder(), SilentScreen(), context, cost.Prices(1.0))  # type: ignore[arg-type]
 
 
 def test_an_id_is_never_given_twice(tmp_path: Path) -> None:

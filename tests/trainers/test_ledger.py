@@ -146,3 +146,19 @@ def test_it_is_near_the_simulation_on_shapes_that_it_has_not_seen() -> None:
     errors = [ours / theirs - 1 for ours, theirs in zip(found, right, strict=True)]
     assert max(abs(e) for e in errors) <= 0.15, errors
     assert sorted(abs(e) for e in errors)[len(errors) // 2] <= 0.05, errors
+
+
+def test_what_is_kept_in_host_memory_is_not_on_the_device() -> None:
+    sharded = {"strategy": "fsdp2", "num_workers": 8, "offload": "parameters"}
+    found = predict(LLAMA_8B, setting(LLAMA_8B, sharded), TOKEN)["optimizer"]
+    assert (found.weights, found.gradients, found.optimizer_state) == (0, 0, 0)
+    staged = {"strategy": "zero", "zero_stage": 2, "num_workers": 8, "offload": "optimizer"}
+    found = predict(LLAMA_8B, setting(LLAMA_8B, staged), TOKEN)["optimizer"]
+    assert found.weights == pytest.approx(2 * LLAMA_8B.num_parameters)
+    assert found.optimizer_state == 0
+    long = MicroBatch(1, 8192, 1)
+    kept, offloaded = (
+        predict(LLAMA_8B, setting(LLAMA_8B, {"offload_activations": on}), long)["forward"].activations
+        for on in (False, True)
+    )
+    assert kept / offloaded == pytest.approx(32, rel=0.2)  # of 32 blocks one

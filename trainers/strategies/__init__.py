@@ -11,7 +11,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainers.plan import Plan
@@ -139,6 +139,10 @@ class Share:
     """of the root's, at the end of a backward pass"""
     stepping: float = 0.0
     """of the optimizer"""
+
+    def without(self, *kept_on_host: str) -> Share:
+        """Return the share of a device whose `kept_on_host` are in host memory."""
+        return replace(self, **dict.fromkeys(kept_on_host, 0.0))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,10 @@ class FSDP2(Strategy):
         reshard, sync = (bool(setting.options.get(name, True)) for name in ("reshard_after_forward", "sync_each_batch"))
         sync = sync and setting.plan.pp == 1
         ranks = setting.plan.dp_shard * setting.plan.cp
-        return mixed_share(setting, whole, accumulation, ranks, reshard, sync)
+        share = mixed_share(setting, whole, accumulation, ranks, reshard, sync)
+        if setting.options.get("offload") == "parameters" and setting.device == "cuda":
+            return share.without("weights", "optimizer_state", "gradients", "gradients_before")
+        return share
 
     def gradient_divisor(self, setting: Setting) -> int:
         return 1  # sums are forced, see wrapped_by_block

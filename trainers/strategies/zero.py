@@ -107,7 +107,8 @@ class Zero(Strategy):
         whole_gradients = (recipe.gradient + whole.compute) * whole.trained
         gradients = {1: whole_gradients, 2: part, 3: part + whole.compute * bucket}[stage]
         reducing = recipe.gradient * bucket if stage == 2 else 0.0
-        return Share(
+        on_host = {"none": (), "optimizer": ("optimizer_state",), "parameters": ("weights", "optimizer_state")}
+        share = Share(
             weights / (ranks if stage == 3 else 1),
             recipe.state * whole.trained / ranks,
             gradients,
@@ -119,6 +120,7 @@ class Zero(Strategy):
             reducing_root=reducing,
             stepping=part if stage == 3 else 0.0,
         )
+        return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
 
     def optimizer(
         self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any
