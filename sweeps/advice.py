@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sweeps.candidates import DERIVED
+from sweeps.candidates import DERIVED, FREE
 from sweeps.outcome import TrialOutcome
 from sweeps.scaling import RATE
 from trainers.result import GIB, Accounts
@@ -31,12 +31,6 @@ OPTIONS = {
     },
     "adapter": {"lora_rank", "lora_alpha", "lora_dropout", "lora_targets"},
 }
-# What is learned with these costs no other memory or time.
-FREE = {
-    "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "max_grad_norm", "lora_alpha", "seed",
-}  # fmt: skip
-
 Config = Mapping[str, Any]
 """the axes of a trial, flat"""
 

@@ -22,6 +22,13 @@ DERIVED = {"gradient_accumulation_steps"}
 """Names in a trial's configuration that follow from others."""
 
 
+# What is learned with these costs no other memory or time.
+FREE = {
+    "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "lora_alpha", "seed",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What the sweep may use at once, and on which kind of device."""

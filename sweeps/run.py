@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(spec: SweepSpec, journal: Journal | None) -> int:
     """Run the sweep with a screen and print its report."""
+    if spec.plan:
+        return plan_only(spec, journal)
     from sweeps.printed import print_report
     from sweeps.screen import TerminalScreen
     from sweeps.sweep import run_sweep
@@ -66,6 +68,17 @@ def run(spec: SweepSpec, journal: Journal | None) -> int:
     if report.ended == "interrupted":
         return EXIT_INTERRUPTED
     return EXIT_FAILED if report.outcomes and not any(o.status == "COMPLETED" for o in report.outcomes) else 0
+
+
+def plan_only(spec: SweepSpec, journal: Journal | None) -> int:
+    """Predict every candidate, print the table and write the predictions."""
+    from sweeps.plan import make_plan
+    from sweeps.plan_printed import print_plan
+
+    if journal is not None:
+        raise UserError("plan=true predicts a space: give space=…, not resume=…")
+    print_plan(make_plan(spec))
+    return 0
 
 
 def resume_command(sweep_id: str, folder: Path, spec: SweepSpec, spent: str | None) -> str:

@@ -208,6 +208,10 @@ class SweepSpec(Frozen):
     """keep a trace of every trial under runs/<sweep id>/traces: of memory, or of time for Perfetto"""
     memory_limit_gib: float | None = Field(default=None, gt=0)
     """let trials run out of memory here, as on a device that has no more"""
+    plan: bool = False
+    """predict every candidate on `cluster` and run none: no GPU, no weights, no hub"""
+    solve: Literal["none", "micro_batch_size", "num_workers"] = "none"
+    """with plan=true: the largest micro batch of each candidate that fits, or the fewest GPUs"""
     searcher: str = "grid"
     """who picks the next trial"""
     seed: int = Field(default=0, ge=0)

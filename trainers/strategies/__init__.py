@@ -146,6 +146,15 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What a rank sends in an update: bytes; among how many neighbouring ranks; beside computing or in its way."""
+
+    bytes: float
+    span: int
+    overlapped: bool
+
+
+@dataclass(frozen=True)
 class Recipe:
     """In how many bytes a trained number is kept: itself, its gradient, a master copy, AdamW's two moments."""
 
@@ -206,6 +215,30 @@ class Strategy(ABC):
         weights, state = NATIVE.weight * whole.trained + whole.frozen, NATIVE.state * whole.trained
         return Share(weights, state, gradients, before, reducing_root=NATIVE.gradient * whole.embedding)
 
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+        """Return what a rank sends in an update; the gradients, summed once, where a method divides nothing.
+
+        A ring of n ranks sends (n - 1) / n of a buffer to gather or to scatter it, and twice that to sum it.
+        """
+        return Traffic(2 * self.ring(setting) * NATIVE.gradient * whole.trained, self.span(setting), overlapped=True)
+
+    def part(self, setting: Setting) -> float:
+        """Return the part of the optimizer's work that a rank does."""
+        return 1.0
+
+    def to_host(self, setting: Setting, whole: Parameters, micro_batches: int) -> float:
+        """Return the bytes that travel between a device and host memory in an update, where something is kept there."""
+        return 0.0
+
+    def ring(self, setting: Setting) -> float:
+        """Return which part of a buffer a rank sends to gather or to scatter it."""
+        ranks = setting.plan.dp * setting.plan.cp
+        return (ranks - 1) / ranks
+
+    def span(self, setting: Setting) -> int:
+        """Return how many neighbouring ranks the data-parallel ones of a rank lie among."""
+        return setting.plan.dp * setting.plan.cp * setting.plan.tp
+
     @abstractmethod
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
         """Wrap a module (the model, or this rank's part of it) in place or not; the result is called like it."""
@@ -253,6 +286,10 @@ class Dimension(ABC):
     def knows_float64(self, setting: Setting) -> bool:
         """Tell whether what this degree adds can compute in float64."""
         return True
+
+    @abstractmethod
+    def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
+        """Return what a rank sends in an update of `tokens` tokens on it."""
 
     @abstractmethod
     def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:

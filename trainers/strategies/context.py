@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainers.strategies import DIMENSIONS, Dimension, Option, Setting
+from trainers.strategies import DIMENSIONS, Dimension, Option, Setting, Traffic
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from trainers.layout import Layout
+    from trainers.shape import ModelShape
 
 
 class Context(Dimension):
@@ -50,6 +51,16 @@ class Context(Dimension):
         if method(setting) == "ulysses" and shape is not None:
             rules += undivided_heads(shape.num_attention_heads, setting.plan.tp, cp)
         return rules
+
+    def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
+        # Ulysses exchanges queries, keys, values and what comes out, all-gather keys and values of all ranks; and back.
+        plan, width = setting.plan, 2 if setting.compute_dtype == "bfloat16" else 4
+        exchanged = 2 * shape.query_size + 2 * shape.key_value_size
+        gathered = 2 * shape.key_value_size * plan.cp
+        numbers = exchanged if method(setting) == "ulysses" else gathered
+        blocks = shape.num_hidden_layers / plan.pp
+        sent = 2 * (plan.cp - 1) / plan.cp * blocks * tokens * numbers / plan.tp * width
+        return Traffic(sent, plan.cp * plan.tp, overlapped=False)
 
     def knows_float64(self, setting: Setting) -> bool:
         return method(setting) != "ring"  # whose kernels have none

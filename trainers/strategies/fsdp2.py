@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.plan import Plan
-from trainers.strategies import NATIVE, STRATEGIES, Option, Parameters, Setting, Share, Strategy
+from trainers.strategies import NATIVE, STRATEGIES, Option, Parameters, Setting, Share, Strategy, Traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +84,27 @@ class FSDP2(Strategy):
         if setting.options.get("offload") == "parameters" and setting.device == "cuda":
             return share.without("weights", "optimizer_state", "gradients", "gradients_before")
         return share
+
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+        # Weights are gathered for the forward pass, and for the backward pass where they were let go of.
+        gathers = 2 if setting.options.get("reshard_after_forward", True) else 1
+        sums = micro_batches if setting.options.get("sync_each_batch", True) and setting.plan.pp == 1 else 1
+        sent = micro_batches * gathers * whole.in_use + sums * NATIVE.gradient * whole.trained
+        ranks = setting.plan.dp_shard * setting.plan.cp
+        copies = 2 * sums * NATIVE.gradient * whole.trained / ranks if setting.plan.dp_replicate > 1 else 0.0
+        span = self.span(setting) if setting.plan.dp_replicate == 1 else ranks * setting.plan.tp
+        return Traffic((ranks - 1) / ranks * sent + copies, span, overlapped=True)
+
+    def part(self, setting: Setting) -> float:
+        return 1 / (setting.plan.dp_shard * setting.plan.cp)
+
+    def to_host(self, setting: Setting, whole: Parameters, micro_batches: int) -> float:
+        if setting.options.get("offload") != "parameters":
+            return 0.0
+        gathers = 2 if setting.options.get("reshard_after_forward", True) else 1
+        weights = NATIVE.weight * whole.trained + whole.frozen
+        ranks = setting.plan.dp_shard * setting.plan.cp
+        return micro_batches * (gathers * weights + NATIVE.gradient * whole.trained) / ranks
 
     def gradient_divisor(self, setting: Setting) -> int:
         return 1  # sums are forced, see wrapped_by_block

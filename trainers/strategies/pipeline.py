@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainers.strategies import DIMENSIONS, Dimension, Option, Setting
+from trainers.strategies import DIMENSIONS, Dimension, Option, Setting, Traffic
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainers.layout import Layout
+    from trainers.shape import ModelShape
 
 STAGES_OF_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
 """By schedule. Two stages of a rank halve what it waits for the others, and double what is sent."""
@@ -37,6 +38,12 @@ class Pipeline(Dimension):
         if setting.system.strategy == "zero":
             rules.append(f"pp={setting.plan.pp} with strategy=zero: DeepSpeed cannot wrap a stage; use ddp or fsdp2")
         return rules + (_wrong_beside_split_backward(setting) if schedule(setting) == "zero_bubble" else [])
+
+    def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
+        # Hidden states to the next stage, and their gradients back.
+        width = 2 if setting.compute_dtype == "bfloat16" else 4
+        sent = 2 * STAGES_OF_A_RANK[schedule(setting)] * tokens * shape.hidden_size / setting.plan.tp * width
+        return Traffic(sent, setting.plan.world, overlapped=True)
 
     def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:
         """Do nothing: the model is cut last, when all else has been done to it; see trainers.build.split."""

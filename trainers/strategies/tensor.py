@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainers.strategies import DIMENSIONS, Dimension, Setting
+from trainers.strategies import DIMENSIONS, Dimension, Setting, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,15 @@ class Tensor(Dimension):
         if setting.system.strategy == "zero":
             rules.append(f"tp={tp} with strategy=zero: DeepSpeed's ZeRO is data parallel alone; use ddp or fsdp2")
         return rules + (_indivisible(tp, setting.shape) if setting.shape is not None else [])
+
+    def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
+        # A block gathers its tokens and scatters its sums twice, forward and backward, and once more to recompute.
+        passes = 2 if setting.system.activation_checkpointing == "none" else 3
+        width = 2 if setting.compute_dtype == "bfloat16" else 4
+        blocks = shape.num_hidden_layers / setting.plan.pp
+        tp = setting.plan.tp
+        sent = (tp - 1) / tp * 4 * passes * blocks * tokens * shape.hidden_size * width
+        return Traffic(sent, tp, overlapped=False)
 
     def multiple(self, setting: Setting) -> int:
         return setting.plan.tp * setting.plan.cp  # each part of a sequence that context parallelism makes is divided

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainers.plan import Plan
-from trainers.strategies import STRATEGIES, Option, Parameters, Recipe, Setting, Share, Strategy
+from trainers.strategies import STRATEGIES, Option, Parameters, Recipe, Setting, Share, Strategy, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,27 @@ class Zero(Strategy):
             stepping=part if stage == 3 else 0.0,
         )
         return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
+
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+        stage = int(setting.options["zero_stage"])
+        if setting.options["zero_engine"] == "torch":
+            plain = super().traffic(setting, whole, micro_batches)  # and each rank's part of the new weights
+            return replace(plain, bytes=plain.bytes + self.ring(setting) * 4 * whole.trained)
+        sums, gathers = (1 if stage == 1 else micro_batches), whole.compute * whole.trained
+        if stage == 3:
+            gathers = whole.in_use * (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches
+        return Traffic(self.ring(setting) * (sums * 4 * whole.trained + gathers), self.span(setting), overlapped=True)
+
+    def part(self, setting: Setting) -> float:
+        return 1 / setting.plan.dp
+
+    def to_host(self, setting: Setting, whole: Parameters, micro_batches: int) -> float:
+        # Gradients go down and new weights come up; in stage 3 weights come up for every pass.
+        offload, ranks = setting.options["offload"], setting.plan.dp
+        if offload == "none":
+            return 0.0
+        state = (4 + whole.compute) * whole.trained / ranks
+        return state + (2 * micro_batches * whole.in_use / ranks if offload == "parameters" else 0.0)
 
     def optimizer(
         self, groups: list[dict[str, Any]], layout: Layout, cls: type[torch.optim.Optimizer], **options: Any

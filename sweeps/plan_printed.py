@@ -1,0 +1,111 @@
+"""A plan on the terminal, and the accounts of its candidates as a figure."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sweeps.candidates import FREE
+from sweeps.plan import BOUND, Plan, Prediction
+from sweeps.wording import figure, words
+from trainers.result import GIB, Accounts
+
+MOST_ROWS = 40
+MOST_BARS = 24
+WIDE = 150  # columns of a terminal from which on the accounts have room
+SHORT = {
+    "weights": "weights", "gradients": "grads", "optimizer_state": "optim", "activations": "activ", "temporary": "temp",
+}  # fmt: skip
+STYLES = {"FITS": "green", "AT_RISK": "yellow", "OOM": "red"}
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the candidates, best first, with what is assumed; and draw them."""
+    console = Console(highlight=False)
+    if console.width < 100 and not console.is_terminal:
+        console = Console(highlight=False, width=220)
+    cluster = plan.cluster
+    capacity = f"{cluster.nodes * cluster.devices_per_node} × {cluster.device}, {cluster.device_memory_gib:g} GiB each"
+    console.print(
+        f"{plan.shape.name}, {plan.shape.num_parameters / 1e9:.2f}e9 parameters, on {cluster.name}: {capacity}"
+    )
+    axes = [name for name in varying([p.config for p in plan.predictions]) if name not in FREE]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    accounts = list(SHORT) if console.width >= WIDE else []
+    heads = ["verdict", "GiB", "up to", "decides", *(SHORT[a] for a in accounts), "step s", "tokens/s", "USD/1M tokens"]
+    for head in ("configuration", *heads):
+        table.add_column(head, no_wrap=head != "configuration", min_width=26 if head == "configuration" else None)
+    for p in plan.predictions[:MOST_ROWS]:
+        table.add_row(*row(p, axes, accounts))
+    console.print(table)
+    if len(plan.predictions) > MOST_ROWS:
+        console.print(f"… and {len(plan.predictions) - MOST_ROWS} more in predictions.jsonl")
+    verdicts = Counter(p.verdict for p in plan.predictions)
+    console.print(", ".join(f"{n} {name}" for name, n in verdicts.items()) + f"; {len(plan.pruned)} pruned")
+    for rule, n in Counter(r for c in plan.pruned for r in c.reasons).most_common(8):
+        console.print(Text(f"  pruned {n}: {rule}", style="dim"), soft_wrap=True)
+    for text in assumptions(plan):
+        console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
+    draw(plan, axes)
+    console.print(f"predictions:  {shlex.quote(str(plan.folder / 'predictions.jsonl'))}", soft_wrap=True)
+    console.print(f"figure:       {shlex.quote(str(plan.folder / 'memory.png'))}", soft_wrap=True)
+
+
+def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str | Text]:
+    """Return a prediction as cells; memory in GiB."""
+    sizes = (f"{getattr(p.accounts, name) / GIB:.1f}" for name in accounts)
+    decides = f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
+    times = (figure(p.step_time_s), figure(p.tokens_per_second), figure(p.usd_per_million_tokens))
+    name = words(p.config, axes)
+    return [
+        name,
+        Text(p.verdict, style=STYLES[p.verdict]),
+        f"{p.point_gib:.1f}",
+        f"{p.upper_gib:.1f}",
+        decides,
+        *sizes,
+        *times,
+    ]
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """Return what the figures rest on, a sentence each."""
+    return [
+        "memory: every row is seq_len tokens long and all of them are targets, the worst that data can be",
+        f"up to: the closed form has been off by {BOUND:.0%} at most; FITS holds with it, OOM holds without it",
+        "time: a constant part of the device's peak; it ranks, the first measured trial tells seconds",
+        f"price: {plan.price:g} USD per GPU-hour",
+    ]
+
+
+def varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the axes on which configurations that have them differ."""
+    names = dict.fromkeys(name for c in configs for name in c)
+    return [n for n in names if len({str(c[n]) for c in configs if n in c}) > 1]
+
+
+def draw(plan: Plan, axes: Sequence[str]) -> None:
+    """Draw the accounts of the first candidates as stacked bars against the device's memory."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no state
+
+    shown = plan.predictions[:MOST_BARS]
+    drawing = Figure(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
+    plot = drawing.subplots()
+    left = [0.0] * len(shown)
+    for name in Accounts.names():
+        sizes = [getattr(p.accounts, name) / GIB for p in shown]
+        plot.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    plot.axvline(plan.cluster.device_memory_gib, color="black", linestyle="--", label="the device's memory")
+    plot.set_yticks(range(len(shown)), [words(p.config, axes) for p in shown], fontsize=7)
+    plot.invert_yaxis()
+    plot.set_xlabel("GiB of a device, predicted")
+    plot.legend(fontsize="small")
+    drawing.savefig(plan.folder / "memory.png", dpi=120)

@@ -1,0 +1,78 @@
+"""Seconds of an update in closed form, worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainers.config import LearningConfig, SystemConfig, from_tree
+from trainers.ledger import MicroBatch
+from trainers.shape import ModelShape
+from trainers.steptime import Machine, predict, traffic
+from trainers.strategies import STRATEGIES, Setting
+
+SHAPE = ModelShape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False)
+P = SHAPE.num_parameters
+H100 = Machine({"bfloat16": 9.894e14, "float32": 6.69e13}, 3.35e12, 4.5e11, 5e10, 6.3e10, 8)
+BATCH = MicroBatch(1, 4096, 4096)
+
+
+def setting(adapter: str = "full", **system: Any) -> Setting:
+    typed = from_tree(SystemConfig, system)
+    learned = from_tree(LearningConfig, {"adapter": adapter, "global_batch_size": 64})
+    return Setting(learned, typed, STRATEGIES[typed.strategy].plan(typed), SHAPE, "cuda")
+
+
+def bytes_of(one: Setting, micro_batches: int) -> list[float]:
+    return [t.bytes for t in traffic(SHAPE, one, BATCH, micro_batches)]
+
+
+def test_six_operations_a_weight_and_token_at_45_percent_of_the_peak() -> None:
+    """64 rows of 4,096 tokens on one device: 6 · 7.5e9 matrix weights, and attention 12 · layers · tokens² · q."""
+    products = 6 * (P - SHAPE.vocab_size * 4096 - 65 * 4096) * 4096
+    attention = 12 * 32 * 4096**2 * 4096
+    found = predict(SHAPE, setting(), BATCH, H100)
+    assert found.compute == pytest.approx(64 * (products + attention) / (0.45 * 9.894e14), rel=1e-3)
+    assert (found.communication, found.bubble, found.transfer) == (0, 0, 0)
+    assert found.optimizer == pytest.approx(28 * P / (0.8 * 3.35e12))
+    assert found.total == found.compute + found.optimizer
+
+
+def test_what_travels_in_an_update() -> None:
+    """On 8 ranks with 4 micro batches, 7/8 of each: gradients of 4 bytes, weights of 2."""
+    part = 7 / 8
+    assert bytes_of(setting(num_workers=8), 4) == [pytest.approx(part * 2 * 4 * P)]
+    sharded = {"strategy": "fsdp2", "num_workers": 8}
+    assert bytes_of(setting(**sharded), 4) == [pytest.approx(part * (4 * 2 * 2 * P + 4 * 4 * P))]
+    kept = {**sharded, "reshard_after_forward": False, "sync_each_batch": False}
+    assert bytes_of(setting(**kept), 4) == [pytest.approx(part * (4 * 2 * P + 4 * P))]
+    assert bytes_of(setting(strategy="zero", zero_stage=2, num_workers=8), 4) == [pytest.approx(part * (16 + 2) * P)]
+
+
+def test_tensor_parallelism_moves_every_token_eight_times_a_block() -> None:
+    """Twice forward and twice backward a gather and a scatter of [tokens, hidden], bfloat16."""
+    _, of_tp = bytes_of(setting(num_workers=2, tp=2), 1)
+    assert of_tp == pytest.approx(8 * 32 * 4096 * 4096 * 2 / 2)
+
+
+def test_a_pipelines_bubble_is_p_minus_1_over_m() -> None:
+    found = predict(SHAPE, setting(num_workers=4, pp=4), BATCH, H100)
+    assert found.bubble == pytest.approx(found.compute * 3 / 64)
+    looped = predict(SHAPE, setting(num_workers=4, pp=4, pp_schedule="interleaved_1f1b"), BATCH, H100)
+    assert looped.bubble == pytest.approx(found.bubble / 2)
+
+
+def test_links_between_nodes_are_slower_and_computing_hides_what_it_can() -> None:
+    inside = predict(SHAPE, setting(num_workers=8), BATCH, H100)
+    across = predict(SHAPE, setting(num_workers=16), BATCH, H100)
+    assert inside.communication == 0  # 56 GB at 360 GB/s beside 4 s of computing
+    sent = 15 / 16 * 2 * 4 * P / (0.8 * 5e10)
+    assert across.communication == pytest.approx(max(0.0, sent - 0.9 * across.compute))
+
+
+def test_what_is_kept_on_the_host_has_to_travel() -> None:
+    sharded = {"strategy": "fsdp2", "num_workers": 8}
+    on_device, on_host = (predict(SHAPE, setting(**sharded, offload=o), BATCH, H100) for o in ("none", "parameters"))
+    assert on_host.optimizer == pytest.approx(28 * P / 8 / 2.5e10)
+    assert on_host.total > on_device.total

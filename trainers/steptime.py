@@ -1,0 +1,92 @@
+"""How long an update takes on a given machine, in closed form: to rank configurations, not to promise seconds.
+
+Operations over the device's peak, bytes over its memory's bandwidth, traffic over the links; what overlaps is counted
+once. Published utilisations of one and the same device span 32 to 59 %, so that a constant efficiency ranks, and the
+first measured trial has to correct it. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainers import flops
+from trainers.flops import Rows
+from trainers.ledger import MicroBatch, of_block, parameters
+from trainers.shape import ModelShape
+from trainers.strategies import STRATEGIES, Setting, Traffic, dimensions
+from trainers.strategies.pipeline import STAGES_OF_A_RANK, schedule
+
+# Of the peak, as well-kept code reaches it with large matrices; of a memory's or a link's bandwidth.
+OF_PEAK: Mapping[str, float] = {"bfloat16": 0.45, "float32": 0.6}
+OF_BANDWIDTH = 0.8
+OVERLAP = 0.9  # of the computing beside which gradients and weights can travel
+HOST_BANDWIDTH = 2.5e10  # bytes per second of host memory for one device, where the optimizer runs on the host
+OPTIMIZER_BYTES = 28  # a trained number: weight and both moments are read and written, the gradient is read; float32
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Peaks of one device and of its links: FLOP/s by dtype, and bytes per second in one direction."""
+
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    link_within_node: float
+    link_between_nodes: float
+    link_to_host: float
+    devices_per_node: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an update, by part; they sum to it."""
+
+    compute: float
+    communication: float  # exposed
+    bubble: float  # of a pipeline
+    transfer: float  # between device and host, exposed
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.bubble + self.transfer + self.optimizer
+
+
+def predict(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Machine) -> StepTime:
+    """Return the seconds of an update whose micro batches are all `batch`, on the busiest rank."""
+    plan, own = setting.plan, parameters(shape, setting)
+    micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+    rows = Rows([batch.tokens] * batch.rows, batch.rows * batch.heads, batch.rows * batch.heads)
+    done = flops.of_rows(rows, shape, setting.learning, setting.system.activation_checkpointing).hardware
+    peak = machine.peak_flops[setting.compute_dtype] * OF_PEAK[setting.compute_dtype]
+    products = done / (plan.tp * plan.cp * plan.pp) / peak
+    reading = 3 * own.in_use / (machine.memory_bandwidth * OF_BANDWIDTH)  # forward, and twice backward
+    compute = micro_batches * max(products, reading)
+    # Narayanan et al. 2021: (p - 1) / m of the computing, less by as many as a rank has stages.
+    bubble = compute * (plan.pp - 1) / (micro_batches * STAGES_OF_A_RANK[schedule(setting)])
+    strategy = STRATEGIES[setting.system.strategy]
+    trained_here = own.trained * strategy.part(setting)
+    on_host = strategy.to_host(setting, own, micro_batches)
+    updating = HOST_BANDWIDTH if on_host else machine.memory_bandwidth * OF_BANDWIDTH
+    optimizer = OPTIMIZER_BYTES * trained_here / updating
+    travelling = traffic(shape, setting, batch, micro_batches)
+    beside = sum(_seconds(t, machine) for t in travelling if t.overlapped)
+    alone = sum(_seconds(t, machine) for t in travelling if not t.overlapped)
+    left = max(0.0, OVERLAP * compute - beside)  # computing beside which nothing travels yet
+    if setting.system.offload_activations:
+        on_host += 2 * micro_batches * own.blocks * of_block(shape, setting, batch)
+    transfer = max(0.0, on_host / (machine.link_to_host * OF_BANDWIDTH) - left)
+    return StepTime(compute, alone + max(0.0, beside - OVERLAP * compute), bubble, transfer, optimizer)
+
+
+def traffic(shape: ModelShape, setting: Setting, batch: MicroBatch, micro_batches: int) -> list[Traffic]:
+    """Return what a rank sends in an update, of the strategy and of every degree."""
+    own = parameters(shape, setting)
+    found = [STRATEGIES[setting.system.strategy].traffic(setting, own, micro_batches)]
+    tokens = batch.rows * batch.tokens / setting.plan.cp * micro_batches
+    return found + [d.traffic(setting, shape, tokens) for d in dimensions(setting.system)]
+
+
+def _seconds(travels: Traffic, machine: Machine) -> float:
+    within = travels.span <= machine.devices_per_node
+    return travels.bytes / ((machine.link_within_node if within else machine.link_between_nodes) * OF_BANDWIDTH)
