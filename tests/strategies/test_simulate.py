@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +14,13 @@ from tests.rank_pool import RankPool
 from trainers import model
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.layout import Layout
-from trainers.ledger import MicroBatch
+from trainers.ledger import MicroBatch, peak, predict
 from trainers.memory import MemoryMeter
 from trainers.ranks import current
 from trainers.result import Accounts, RankMemory
 from trainers.shape import ModelShape
 from trainers.simulate import Simulator, Task, imagined
-from trainers.strategies import STRATEGIES, Setting
+from trainers.strategies import STRATEGIES, Setting, illegal
 
 Ranks = Callable[[int], RankPool]
 BATCH = MicroBatch(rows=4, tokens=96, heads=40)
@@ -90,8 +92,71 @@ def test_a_simulated_step_takes_what_a_real_one_takes(name: str, ranks: Ranks, s
     (found,) = simulator.run([Task(shape(), setting, BATCH)])
     assert not isinstance(found, str), found
     for phase in real:
-        # Beside tp and pp what is received is there at once, where a real rank waits for it with other buffers.
-        slack = SLACK if setting.plan.tp == setting.plan.pp == 1 else 0.02 * real[phase].allocated
+        # Beside tp and pp what is received is there at once, where real ranks wait, with more or fewer buffers.
+        slack = SLACK if setting.plan.tp == setting.plan.pp == 1 else 0.06 * real[phase].allocated
         for account in Accounts.names():
             here, there = (getattr(m[phase].accounts, account) for m in (real, found))
             assert there == pytest.approx(here, abs=slack), f"{account} in {phase}: {here} measured, {there} simulated"
+
+
+def drawn_setting(shape: ModelShape, system: dict[str, Any], device: str, adapter: str) -> Setting:
+    typed = from_tree(SystemConfig, system)
+    learned = from_tree(LearningConfig, {"adapter": adapter, "global_batch_size": 64})
+    return Setting(learned, typed, STRATEGIES[typed.strategy].plan(typed), shape, device)
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 2},
+    {"strategy": "fsdp2", "num_workers": 4},
+    {"strategy": "fsdp2", "num_workers": 4, "reshard_after_forward": False},
+    {"num_workers": 2, "tp": 2},
+    {"strategy": "fsdp2", "num_workers": 4, "cp": 2},
+    {"num_workers": 2, "pp": 2},
+]
+
+
+def unseen(
+    ways: Sequence[dict[str, Any]], recomputing: Sequence[str]
+) -> Iterator[tuple[ModelShape, Setting, MicroBatch]]:
+    """Yield configurations drawn at random: shapes, dtypes, adapters, recomputation, lengths."""
+    draw = random.Random(7)
+    for system, recompute in itertools.product(ways, recomputing):
+        heads, groups = draw.choice([4, 8]), draw.choice([1, 2])
+        kind, hidden = draw.choice(["llama", "qwen3"]), 32 * draw.randint(4, 12)
+        shape = ModelShape(
+            "drawn", kind, hidden, hidden * draw.choice([2, 3]), draw.randint(4, 8), heads,
+            heads // groups, 32, 2000 * draw.randint(1, 20), 4096,
+            draw.choice([True, False]), qk_norm=kind == "qwen3",
+        )  # fmt: skip
+        batch = MicroBatch(draw.choice([1, 2, 4]), 64 * draw.randint(2, 12), 64)
+        typed = drawn_setting(
+            shape,
+            {**system, "activation_checkpointing": recompute, "micro_batch_size": batch.rows},
+            draw.choice(["cpu", "cuda"]),
+            draw.choice(["full", "lora"]),
+        )
+        assert not illegal(typed)
+        yield shape, typed, batch
+
+
+def simulated(simulator: Simulator, drawn: Sequence[tuple[ModelShape, Setting, MicroBatch]]) -> Iterator[int]:
+    """Yield the bytes at the peak of the rank that holds most: of a pipeline the first or the last."""
+    for shape, one, batch in drawn:
+        ranks = {0, one.plan.world - 1} if one.plan.pp > 1 else {0}
+        found = simulator.run([Task(shape, one, batch, rank) for rank in ranks])
+        assert not any(isinstance(peaks, str) for peaks in found), found
+        yield max(memory.allocated for peaks in found for memory in peaks.values())  # type: ignore[union-attr]
+
+
+SOME, ALL = (WAYS[:3], ("none",)), (WAYS, ("none", "full"))
+
+
+@pytest.mark.parametrize("drawn", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_the_ledger_is_near_the_simulation_on_shapes_that_it_has_not_seen(drawn: Any, simulator: Simulator) -> None:
+    configurations = list(unseen(*drawn))
+    right = list(simulated(simulator, configurations))
+    found = [peak(predict(*one))[1].total for one in configurations]
+    errors = [ours / theirs - 1 for ours, theirs in zip(found, right, strict=True)]
+    assert max(abs(e) for e in errors) <= 0.15, errors
+    assert sorted(abs(e) for e in errors)[len(errors) // 2] <= 0.05, errors
