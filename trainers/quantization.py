@@ -6,11 +6,14 @@ is a plain parameter, uint8 [in · out / 2, 1], which can be sharded, gathered a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it asks for a package with kernels that only serve
 
 BLOCK = 64  # weights that share a scale, as in the paper (arXiv 2305.14314)
 
@@ -29,12 +32,15 @@ class NF4Linear(nn.Linear):
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a whole weight [out, in]; keep its scales, return it packed, uint8 [in · out / 2, 1]."""
+        """Quantize a whole weight [out, in]; keep its scales, return it packed, uint8 [in · out / 2, 1].
+
+        As one row: bitsandbytes 0.50 unpacks matrices whose rows are not whole blocks wrongly, on CPUs with AVX-512.
+        """
         from bitsandbytes.functional import quantize_4bit
 
         packed: torch.Tensor
         packed, self.scales = quantize_4bit(
-            weight.to(self.compute_dtype), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+            weight.to(self.compute_dtype).flatten(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
         return packed
 
@@ -46,27 +52,32 @@ class NF4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """bitsandbytes' product of x and a frozen packed weight.
+    """The product of x and a frozen packed weight, unpacked for it, as bitsandbytes trains.
 
-    Its own function keeps a view of the weight, and so the weights that ZeRO has gathered; this one saves the weight as
-    torch's products do, so that whoever shards it can free it between the passes.
+    bitsandbytes' own function keeps a view of the weight, and so the weights that ZeRO has gathered; this one saves the
+    weight as torch's products do, so that whoever shards it can free it between the passes. Its fused products, which
+    it takes where no gradient is asked for, round float32 to bfloat16 on processors that multiply it.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: Any) -> Any:
-        import bitsandbytes
-
         ctx.save_for_backward(weight)
-        ctx.scales = scales
-        return bitsandbytes.matmul_4bit(x, weight, scales, bias=bias)
+        ctx.scales, ctx.inputs = scales, x.shape[-1]
+        return nn.functional.linear(x, unpacked(weight, scales, ctx.inputs).to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        from bitsandbytes.functional import dequantize_4bit
-
         (gradient,) = gradients
         (weight,) = ctx.saved_tensors
-        return gradient @ dequantize_4bit(weight, ctx.scales).to(gradient.dtype), None, None, None
+        return gradient @ unpacked(weight, ctx.scales, ctx.inputs).to(gradient.dtype), None, None, None
+
+
+def unpacked(weight: torch.Tensor, scales: Any, inputs: int) -> torch.Tensor:
+    """Return the weight [out, in] that a packed one stands for, in the dtype that it was packed from."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    whole: torch.Tensor = dequantize_4bit(weight, scales)
+    return whole.view(-1, inputs)
 
 
 @torch.no_grad()

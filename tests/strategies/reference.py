@@ -96,13 +96,18 @@ class Trace:
     trained: dict[str, torch.Tensor]
 
 
-def in_4_bits() -> Any:
-    """Return how transformers quantizes a model itself: with bitsandbytes' own layers."""
-    from transformers import BitsAndBytesConfig
+@torch.no_grad()
+def round_to_4_bits(model: nn.Module) -> None:
+    """Round every linear layer but the output head to what NF4 keeps of it (arXiv 2305.14314): codes times scales."""
+    from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
-    )
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or name.endswith("lm_head"):
+            continue
+        packed, state = quantize_4bit(layer.weight.flatten(), blocksize=64, compress_statistics=True, quant_type="nf4")
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        layer.weight.copy_((state.code[codes.long()].view(-1, 64) * scales[:, None]).view_as(layer.weight))
 
 
 @cache
@@ -112,10 +117,12 @@ def reference(
     """Train in this process, the whole window at once."""
     from transformers import AutoModelForCausalLM
 
-    quantized: dict[str, Any] = {}
-    if learning.adapter == "qlora":
-        learning, dtype, quantized = replace(learning, adapter="lora"), "float32", {"quantization_config": in_4_bits()}
-    base: Any = AutoModelForCausalLM.from_pretrained(folder / family, dtype=getattr(torch, dtype), **quantized)
+    quantized = learning.adapter == "qlora"
+    if quantized:
+        learning, dtype = replace(learning, adapter="lora"), "float32"
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / family, dtype=getattr(torch, dtype))
+    if quantized:
+        round_to_4_bits(base)
     if dtype == "float64":
         exact_norms(base)
     model = apply_adapter(base, learning)
