@@ -62,6 +62,11 @@ class MemoryMeter:
             allocated = self._peaks[name].allocated if self.device.type == "cuda" else total
             self._record(name, RankMemory(allocated, allocated, peak.accounts.filled(allocated), host=peak.host))
 
+    def mark(self, part: str) -> None:
+        """Say which part of the model runs from now on, for what looks at the trace by part."""
+        if self._trace is not None:
+            self._trace.mark(part)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Take the peak of what runs inside. A phase that fails has none."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from trainers import oom, regions
+from trainers.allocator import GRANULE, Request
 from trainers.result import Account, Accounts
 
 Owned = Callable[[], Iterable[tuple[Account, torch.Tensor]]]
 """Yields the tensors that live between steps, each with its account."""
 
+_NO_STREAM = torch.cpu.current_stream()
 PAGE = 4096  # bytes: smaller requests are met from what the C library holds
-GRANULE = 512  # bytes: the CUDA allocator rounds every request up to a multiple
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class Limit:
 class Block:
     """A storage, and what decides its account."""
 
-    __slots__ = ("account", "backward", "born", "recompute", "ref", "size")
+    __slots__ = ("account", "backward", "born", "recompute", "ref", "size", "stream")
 
-    def __init__(self, size: int, born: int, backward: int, recompute: int) -> None:
+    def __init__(self, size: int, born: int, backward: int, recompute: int, stream: int) -> None:
         self.size = size
         self.born = born  # backward passes that had begun before
         self.backward = backward  # the backward pass in which it was made, or -1
         self.recompute = recompute  # the recomputation in which it was made, or -1
+        self.stream = stream  # on which it was made
         self.account: Account | None = None
         self.ref: weakref.ref[Any] | None = None
 
@@ -52,6 +56,16 @@ class Segment:
     phase: str
     start: int
     end: int = -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a run of a phase: the run's number, its phase, the part of the model, and the how manieth of it."""
+
+    run: int
+    phase: str
+    name: str
+    occurrence: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ class MemoryTrace(TorchDispatchMode):
         self._events: list[tuple[int, Block]] = []  # bytes made (or freed, negative) of a block, in order
         self._host: list[tuple[int, int]] = []  # number of events before, bytes made or freed in host memory
         self._segments: list[Segment] = []
+        self._marks: list[tuple[int, str]] = []  # number of events before, part of the model
         self._backwards = 0  # backward passes that have begun
         self._backward = -1  # torch's number of the latest one
         self._recomputations, self._recomputing = 0, False
@@ -159,6 +174,10 @@ class MemoryTrace(TorchDispatchMode):
         for account, tensor in self._owned():
             self._assign(tensor, account)
 
+    def mark(self, part: str) -> None:
+        """Say which part of the model runs from now on."""
+        self._marks.append((len(self._events), part))
+
     def peaks(self) -> dict[str, Peak]:
         """Return the peak of each phase, over all its runs."""
         levels = self._levels()
@@ -173,6 +192,40 @@ class MemoryTrace(TorchDispatchMode):
         """Return the bytes of each account after every event, and which events each run of a phase spans."""
         phases = [{"phase": s.phase, "first": s.start, "end": s.end} for s in self._segments]
         return {"accounts": Accounts.names(), "phases": phases, "bytes": self._levels()[1:]}
+
+    def parts(self) -> dict[Part, list[tuple[int, ...]]]:
+        """Return the accounts, as `_levels` has them, before and after every event of each part that was marked."""
+        levels = self._levels()
+        found: dict[Part, list[tuple[int, ...]]] = {}
+        for run, segment in enumerate(self._segments):
+            seen: Counter[str] = Counter()
+            inside = [(at, part) for at, part in self._marks if segment.start <= at < segment.end]
+            stretches = [(segment.start, ""), *inside, (segment.end, "")]
+            for (start, part), (end, _) in itertools.pairwise(stretches):
+                found[Part(run, segment.phase, part, seen[part])] = levels[start : end + 1]
+                seen[part] += 1
+        return found
+
+    def requests(self) -> list[tuple[str, list[Request]]]:
+        """Return what was asked of the device's allocator and given back, in order, up to the end of each phase's run.
+
+        A run's requests hold those since the run before it.
+        """
+        sizes: Counter[int] = Counter()
+        found = []
+        start = 0
+        for segment in self._segments:
+            requests = []
+            for change, block in self._events[start : segment.end]:
+                key = id(block)
+                if sizes[key]:
+                    requests.append(Request(key, 0))
+                sizes[key] += change
+                if sizes[key]:
+                    requests.append(Request(key, sizes[key], block.stream))
+            found.append((segment.phase, requests))
+            start = segment.end
+        return found
 
     def _levels(self) -> list[tuple[int, ...]]:
         """Return the bytes of each account, in the order of Accounts, before the first event and after every one."""
@@ -204,6 +257,13 @@ class MemoryTrace(TorchDispatchMode):
         self._recomputing = recomputing
         return task
 
+    def _stream(self) -> int:
+        """Return the number of the current stream; on the CPU there are none, but those who use them say so."""
+        stream: Any = torch.cuda.current_stream() if self._device == "cuda" else torch.cpu.current_stream()
+        if stream is _NO_STREAM:
+            return 0
+        return int(stream.cuda_stream) if self._device == "cuda" else id(stream)
+
     def _see(self, tensor: torch.Tensor) -> None:
         local = getattr(tensor, "_local_tensor", tensor)
         if local.device.type != "meta":
@@ -214,7 +274,8 @@ class MemoryTrace(TorchDispatchMode):
         if key in self._alive or not storage.nbytes():
             return
         task = self._where()
-        block = Block(0, self._backwards, task, self._recomputations if self._recomputing else -1)
+        recomputation = self._recomputations if self._recomputing else -1
+        block = Block(0, self._backwards, task, recomputation, self._stream())
         block.account = "temporary" if regions.inside(regions.LOSS) else None
         self._alive[key] = block
 

@@ -8,6 +8,7 @@ libraries, the buffers of NCCL.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import tempfile
@@ -25,15 +26,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainers import depth
+from trainers.allocator import GRANULE, Allocator
 from trainers.engine import Engine
 from trainers.layout import Layout
 from trainers.ledger import MicroBatch
 from trainers.memory import MemoryMeter
-from trainers.memory_trace import GRANULE
+from trainers.memory_trace import MemoryTrace
 from trainers.ranks import World
 from trainers.result import RankMemory
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting
+from trainers.strategies.pipeline import number_of_stages
 from trainers.token_loss import Batch, keeps_heads
 from trainers.weights import Weights
 
@@ -47,9 +51,44 @@ class CannotSimulate(Exception):
 def simulate(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int = 0) -> dict[str, RankMemory]:
     """Return the peak of each phase on one rank, in two updates whose micro batches are all `batch`.
 
-    For a process of its own: it joins a fake process group, of which there must be none, and leaves it again. Raises
-    CannotSimulate.
+    On CUDA `reserved` is what the caching allocator would hold. For a process of its own: it joins a fake process
+    group, of which there must be none, and leaves it again. Raises CannotSimulate.
     """
+    loading, steps = _traced(shape, setting, batch, rank)
+    peaks = {name: peak.accounts for trace in (loading, steps) for name, peak in trace.peaks().items()}
+    reserved = _reserved(steps) if setting.device == "cuda" else {}
+    return {name: RankMemory(a.total, max(a.total, reserved.get(name, 0)), a) for name, a in peaks.items()}
+
+
+def extrapolate(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int = 0) -> dict[str, RankMemory]:
+    """Return the peaks that `simulate` returns, from two models of fewer blocks; what is reserved is not told.
+
+    Raises CannotSimulate where blocks are not the same on all ranks, or where the two ran differently.
+    """
+    stages = number_of_stages(setting)
+    if shape.num_hidden_layers % stages or shape.num_hidden_layers // stages <= depth.DEEP:
+        return simulate(shape, setting, batch, rank)
+
+    def of(blocks: int) -> depth.Traced:
+        small = dataclasses.replace(shape, num_hidden_layers=blocks * stages)
+        loading, steps = _traced(small, dataclasses.replace(setting, shape=small), batch, rank)
+        return depth.Traced(blocks, {**loading.parts(), **steps.parts()})
+
+    try:
+        found = depth.extrapolated(of(depth.SHALLOW), of(depth.DEEP), shape.num_hidden_layers // stages)
+    except ValueError as error:
+        raise CannotSimulate(f"two depths do not run alike: {error}") from error
+    return {name: RankMemory(a.total, a.total, a) for name, a in found.items()}
+
+
+def _reserved(trace: MemoryTrace) -> dict[str, int]:
+    """Return the bytes that CUDA's caching allocator would have reserved by the end of each phase's last run."""
+    allocator = Allocator()
+    return {phase: allocator.replay(requests) for phase, requests in trace.requests()}
+
+
+def _traced(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int) -> list[MemoryTrace]:
+    """Return the trace of loading, and that of two updates and an evaluation."""
     if setting.device == "cuda" and (setting.system.offload_activations or _offloads(setting)):
         raise CannotSimulate("what is offloaded from CUDA to host memory cannot be told apart on fake tensors")
     meter = MemoryMeter(CPU, granule=GRANULE if setting.device == "cuda" else None)
@@ -61,9 +100,9 @@ def simulate(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int =
             return _stepped(folder, setting, layout, batch, meter)
 
 
-def _stepped(
-    folder: str, setting: Setting, layout: Layout, batch: MicroBatch, meter: MemoryMeter
-) -> dict[str, RankMemory]:
+def _stepped(folder: str, setting: Setting, layout: Layout, batch: MicroBatch, meter: MemoryMeter) -> list[MemoryTrace]:
+    traces: list[MemoryTrace] = []
+    meter.keep = traces.append
     accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
     made: list[Engine] = []
     with ExitStack() as fake, ExitStack() as loading:
@@ -77,13 +116,15 @@ def _stepped(
         strategy = STRATEGIES[setting.system.strategy]
         made.append(strategy.make_engine(folder, None, setting, layout, 2, weights=Imagined(begin)))
         loading.close()
+        for i, part in enumerate(getattr(made[0], "parts", (made[0].module,))):
+            depth.mark(part, str(i), meter)
         with meter.tracing(made[0].owned):
             for steps in (1, min(2, accumulation)):
                 made[0].step([imagined(batch, setting) for _ in range(steps)], 1, meter)
             with meter.phase("eval"):
                 made[0].evaluate([imagined(batch, setting)])
         made.pop().close()
-    return meter.own_peaks()
+    return traces
 
 
 def imagined(batch: MicroBatch, setting: Setting) -> Batch:
@@ -208,6 +249,8 @@ class Task:
     setting: Setting
     batch: MicroBatch
     rank: int = 0
+    whole: bool = True
+    """all blocks, and not an extrapolation from few"""
 
 
 Simulated = dict[str, RankMemory] | str
@@ -237,7 +280,7 @@ def attempt(task: Task) -> Simulated:
     """Simulate a task; return why it failed where it does."""
     torch.set_num_threads(1)
     try:
-        return simulate(task.shape, task.setting, task.batch, task.rank)
+        return (simulate if task.whole else extrapolate)(task.shape, task.setting, task.batch, task.rank)
     except CannotSimulate as error:
         return str(error)
     except Exception as error:  # libraries on fake tensors raise anything; the closed form answers then
