@@ -120,11 +120,16 @@ class _Ledger:
                     stored, max(before, head_gradient), blocks * kept + recomputed,
                     share.gathered + share.reducing + passing,
                 ),
+                self._at(  # the block before it: the last one's gradients are on their way
+                    stored, max(before, head_gradient), max(blocks - 1, 0) * kept + recomputed,
+                    share.gathered + share.reducing_more + passing,
+                ),
                 self._at(
                     stored, max(before, first_gradient), kept + recomputed,
                     share.gathered + share.reducing_more + passing,
                 ),
-                self._at(stored, after, 0, share.gathered + share.reducing_root),
+                self._at(stored, max(before, first_gradient), 0, self._embedding()),
+                self._at(stored, after, 0, share.reducing_root),
             ],
             "first_optimizer_step": [self._at(stored, after, 0, stepping)],
             "optimizer": [self._at(stored, after, 0, stepping)],
@@ -216,6 +221,17 @@ class _Ledger:
             max(*matrices, self.shape.vocab_size * self.shape.hidden_size) if self.full else max(adapters, default=0)
         )
         return 2 * FLOAT32 * largest * min(1.0, self.share.optimizer_state / (8 * max(self.own.trained, 1)))
+
+    def _embedding(self) -> float:
+        """Return what the embedding's backward pass needs where weights are gathered for it.
+
+        The root's weights; the head's gradient, the embedding's, and their sum if they are tied; and what a block sends.
+        """
+        if not self.share.gathered:
+            return 0.0
+        own, share = self.own, self.share
+        gradients = 3 * own.embedding if self.shape.tie_word_embeddings else own.trained_root
+        return min(share.gathered, own.root_in_use) + own.compute * gradients + share.reducing_more - share.reducing
 
     def _passing(self) -> float:
         """Return the gradients of activations in the backward pass of a block: three of the mlp's width and a few."""

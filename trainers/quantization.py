@@ -6,14 +6,11 @@ is a plain parameter, uint8 [in · out / 2, 1], which can be sharded, gathered a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it asks for a package with kernels that only serve
 
 BLOCK = 64  # weights that share a scale, as in the paper (arXiv 2305.14314)
 

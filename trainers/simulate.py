@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -263,7 +264,7 @@ class Simulator:
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama", "peft"])
-        self._pool = ProcessPoolExecutor(processes, mp_context=context)
+        self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_alone)
 
     def __enter__(self) -> Simulator:
         return self
@@ -276,9 +277,16 @@ class Simulator:
         return list(self._pool.map(attempt, tasks))
 
 
+def _alone() -> None:
+    """Prepare a process that simulates: what libraries print there is about devices that are not there."""
+    torch.set_num_threads(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
 def attempt(task: Task) -> Simulated:
     """Simulate a task; return why it failed where it does."""
-    torch.set_num_threads(1)
     try:
         return (simulate if task.whole else extrapolate)(task.shape, task.setting, task.batch, task.rank)
     except CannotSimulate as error:

@@ -65,17 +65,17 @@ def profiled(device: torch.device) -> Iterator[Any]:
     """Run torch's profiler over what is inside; `steps_of` reads it afterwards."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     profiler = profile(activities=activities)
-    with _muted():
+    with muted():
         profiler.start()
     try:
         yield profiler
     finally:
-        with _muted():
+        with muted():
             profiler.stop()
 
 
 @contextmanager
-def _muted() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """Drop what is written on standard error: of starting and stopping, torch's core tells with no way to say no."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

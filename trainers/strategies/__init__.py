@@ -8,6 +8,7 @@ model. Modules here import torch inside functions only, since legality is asked 
 from __future__ import annotations
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -147,11 +148,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in an update: bytes; among how many neighbouring ranks; beside computing or in its way."""
+    """What a rank sends in an update: bytes; among how many neighbouring ranks; beside computing or in its way.
+
+    `rings` times something goes once around all of these, `sends` times to a neighbour: each has its latency.
+    """
 
     bytes: float
     span: int
     overlapped: bool
+    rings: float = 0.0
+    sends: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,10 @@ class Recipe:
 
 NATIVE = Recipe(weight=4, gradient=4, master=0, moments=8)
 """Of torch's own optimizers: float32 whatever is computed in, so that no master copy is needed."""
+
+
+BUCKET = 25 * 2**20
+"""Bytes that torch's DistributedDataParallel sums at once, by default."""
 
 
 class Strategy(ABC):
@@ -220,7 +230,9 @@ class Strategy(ABC):
 
         A ring of n ranks sends (n - 1) / n of a buffer to gather or to scatter it, and twice that to sum it.
         """
-        return Traffic(2 * self.ring(setting) * NATIVE.gradient * whole.trained, self.span(setting), overlapped=True)
+        size = NATIVE.gradient * whole.trained
+        rings = 2 * math.ceil(size / BUCKET)
+        return Traffic(2 * self.ring(setting) * size, self.span(setting), overlapped=True, rings=rings)
 
     def part(self, setting: Setting) -> float:
         """Return the part of the optimizer's work that a rank does."""

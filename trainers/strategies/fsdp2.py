@@ -93,7 +93,9 @@ class FSDP2(Strategy):
         ranks = setting.plan.dp_shard * setting.plan.cp
         copies = 2 * sums * NATIVE.gradient * whole.trained / ranks if setting.plan.dp_replicate > 1 else 0.0
         span = self.span(setting) if setting.plan.dp_replicate == 1 else ranks * setting.plan.tp
-        return Traffic((ranks - 1) / ranks * sent + copies, span, overlapped=True)
+        groups = whole.blocks + 1  # each gathers, and scatters, by itself
+        rings = groups * (micro_batches * gathers + sums * (3 if copies else 1))
+        return Traffic((ranks - 1) / ranks * sent + copies, span, overlapped=True, rings=rings)
 
     def part(self, setting: Setting) -> float:
         return 1 / (setting.plan.dp_shard * setting.plan.cp)

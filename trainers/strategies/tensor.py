@@ -50,7 +50,8 @@ class Tensor(Dimension):
         blocks = shape.num_hidden_layers / setting.plan.pp
         tp = setting.plan.tp
         sent = (tp - 1) / tp * 4 * passes * blocks * tokens * shape.hidden_size * width
-        return Traffic(sent, tp, overlapped=False)
+        micro_batches = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+        return Traffic(sent, tp, overlapped=False, rings=4 * passes * blocks * micro_batches)
 
     def multiple(self, setting: Setting) -> int:
         return setting.plan.tp * setting.plan.cp  # each part of a sequence that context parallelism makes is divided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 BUCKET, LIVE = 500_000_000, 1_000_000_000
 """DeepSpeed's own size of a bucket, and of the weights that stage 3 keeps gathered; numbers."""
+MODULES = 9
+"""Of a block, that have weights: stage 3 gathers for one after another."""
 
 
 class Zero(Strategy):
@@ -117,7 +120,7 @@ class Zero(Strategy):
             gathered_after=gathered,
             reducing=reducing,
             reducing_more=reducing,
-            reducing_root=reducing,
+            reducing_root=reducing + gathered,
             stepping=part if stage == 3 else 0.0,
         )
         return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
@@ -128,9 +131,12 @@ class Zero(Strategy):
             plain = super().traffic(setting, whole, micro_batches)  # and each rank's part of the new weights
             return replace(plain, bytes=plain.bytes + self.ring(setting) * 4 * whole.trained)
         sums, gathers = (1 if stage == 1 else micro_batches), whole.compute * whole.trained
+        rings = sums * math.ceil(whole.trained / BUCKET) + 1
         if stage == 3:
-            gathers = whole.in_use * (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches
-        return Traffic(self.ring(setting) * (sums * 4 * whole.trained + gathers), self.span(setting), overlapped=True)
+            times = (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches
+            gathers, rings = whole.in_use * times, rings + MODULES * whole.blocks * times
+        sent = self.ring(setting) * (sums * 4 * whole.trained + gathers)
+        return Traffic(sent, self.span(setting), overlapped=True, rings=rings)
 
     def part(self, setting: Setting) -> float:
         return 1 / setting.plan.dp
