@@ -225,7 +225,7 @@ class _Ledger:
     def _embedding(self) -> float:
         """Return what the embedding's backward pass needs where weights are gathered for it.
 
-        The root's weights; the head's gradient, the embedding's, and their sum if they are tied; and what a block sends.
+        The root's weights; the head's gradient, the embedding's, and if they are tied their sum; what a block sends.
         """
         if not self.share.gathered:
             return 0.0
