@@ -50,15 +50,15 @@ class Journal:
         return Journal(folder).open()
 
     @staticmethod
-    def find(name: str, runs: Path) -> Journal:
-        """Return the sweep `name`, or the newest one for "latest", not opened yet."""
+    def find(name: str, runs: Path, asked: str = "resume") -> Journal:
+        """Return the sweep `name`, or the newest one for "latest", not opened yet; `asked`: the key that names it."""
         found = sorted((p.parent for p in runs.glob("*/spec.yaml")), key=lambda p: (p / "spec.yaml").stat().st_mtime)
         if not found:
-            raise UserError(f"resume={name}: there are no sweeps in {runs}")
+            raise UserError(f"{asked}={name}: there are no sweeps in {runs}")
         names = {p.name: p for p in found}
         if name != "latest" and name not in names:
             raise UserError(
-                f"resume={name}: no such sweep in {runs}{did_you_mean(name, names)}; "
+                f"{asked}={name}: no such sweep in {runs}{did_you_mean(name, names)}; "
                 f"there are: {', '.join(sorted(names))}"
             )
         return Journal(found[-1] if name == "latest" else names[name])

@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from sweeps import space
 from sweeps.candidates import FREE, Candidate, Cluster, Context, enumerate_candidates, may_run, setting_of
 from sweeps.clusters import ClusterPreset, load_cluster, presets
-from sweeps.journal import check_writable
+from sweeps.journal import Journal, check_writable
+from sweeps.simulations import Case, Outcome, Simulations
 from sweeps.space import SPACES
 from sweeps.spec import SweepSpec
 from trainers import ledger, steptime
@@ -25,10 +27,16 @@ from trainers.ledger import MicroBatch
 from trainers.result import GIB, Accounts
 from trainers.shape import ModelShape
 from trainers.steptime import Machine
+from trainers.strategies import Setting
+
+if TYPE_CHECKING:
+    from sweeps.correction import Correction
 
 Verdict = Literal["FITS", "AT_RISK", "OOM"]
 BOUND = 0.15  # relative: by how much the ledger has been off at most, against simulations of unseen configurations
+SIMULATION_BOUND = 0.05  # the same of simulations, against what real ranks took: benchmarks/prediction.py
 OUTSIDE_GIB, NCCL_GIB = 0.75, 0.75  # of a device outside torch's allocator: context and libraries; buffers of NCCL
+PROCESS_GIB = 3.0  # of host memory: a rank's interpreter, libraries and what CUDA maps
 MOST_RANKS = 4096
 
 
@@ -47,13 +55,55 @@ class Prediction:
     point_gib: float
     """of the device: allocated, and what is outside the allocator"""
     upper_gib: float
-    """the same, with the ledger's error"""
+    """the same, with the error that such a prediction has had at most; of a simulation what is reserved"""
+    host_gib: float
+    """of a node's host memory, by all its ranks"""
     step_time_s: float
     tokens_per_second: float
     usd_per_million_tokens: float
+    by: Literal["ledger", "simulation"] = "ledger"
+    note: str = ""
+    """why a simulation that was asked for is missing"""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """Predicts single configurations on a cluster."""
+
+    context: Context
+    cluster: ClusterPreset
+    price: float
+    correction: Correction | None = None
+
+    def predict(self, config: Mapping[str, Any]) -> Prediction | None:
+        """Return what a configuration, flat, would take; None where it is none."""
+        setting, shape = setting_of(config, self.context), self.context.shape
+        if setting is None or shape is None:
+            return None
+        seq_len, batch = setting.learning.seq_len, batch_of(setting)
+        phase, accounts = ledger.peak(ledger.predict(shape, setting, batch))
+        outside, allocated = outside_of(setting), accounts.total / GIB
+        host = on_host(shape, setting, self.cluster)
+        fits = verdict(allocated, outside, self.cluster.device_memory_gib)
+        time = steptime.predict(shape, setting, batch, machine(self.cluster))
+        seconds = (self.correction.apply(time) if self.correction is not None else time).total
+        tokens = setting.learning.global_batch_size * seq_len
+        return Prediction(
+            config,
+            fits if host <= self.cluster.host_memory_gib else "OOM",
+            phase if host <= self.cluster.host_memory_gib else "host memory",
+            max(Accounts.names(), key=lambda name: getattr(accounts, name)),
+            accounts,
+            allocated + outside,
+            allocated * (1 + BOUND) + outside,
+            host,
+            seconds,
+            tokens / seconds,
+            self.price * setting.plan.world * seconds / 3600 / tokens * 1e6,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,16 +111,22 @@ class Plan:
     """All predictions of a space, best first, and what was pruned."""
 
     spec: SweepSpec
-    shape: ModelShape
-    cluster: ClusterPreset
-    price: float
+    forecaster: Forecaster
     predictions: tuple[Prediction, ...]
     pruned: tuple[Candidate, ...]
     folder: Path
 
+    @property
+    def shape(self) -> ModelShape:
+        assert self.forecaster.context.shape is not None
+        return self.forecaster.context.shape
 
-def make_plan(spec: SweepSpec) -> Plan:
-    """Predict every candidate and write `predictions.jsonl`. Raises UserError."""
+
+def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: None) -> Plan:
+    """Predict every candidate and write `predictions.jsonl`. Raises UserError.
+
+    `told`: how many of how many simulations are done, where some are asked for.
+    """
     if spec.cluster is None:
         raise UserError(f"plan=true needs cluster=…, the machine to predict for; available: {', '.join(presets())}")
     cluster = load_cluster(spec.cluster)
@@ -80,16 +136,92 @@ def make_plan(spec: SweepSpec) -> Plan:
     described = Cluster("cuda", devices, f"{cluster.name}: {devices} × {cluster.device}")
     context = Context(described, shape, shape.max_position_embeddings, "ray")
     price = spec.price_per_gpu_hour if spec.price_per_gpu_hour is not None else cluster.price_per_gpu_hour
+    forecaster = Forecaster(context, cluster, price, correction_of(spec, context, cluster))
     candidates = [too_wide(c, devices) for c in enumerate_candidates(spec, context)]
     legal = [c for c in candidates if c.legal]
-    configs = list(solved(spec, distinct([c.flat for c in legal]), context, cluster))
-    found = [p for config in configs if (p := predicted(config, context, cluster, price)) is not None]
-    folder = Path(spec.runs_dir).expanduser().resolve() / f"{spec.space}-plan"
+    configs = list(solved(spec, distinct([c.flat for c in legal]), forecaster))
+    found = [p for config in configs if (p := forecaster.predict(config)) is not None]
+    runs = Path(spec.runs_dir).expanduser().resolve()
+    if spec.simulate != "none":
+        found = settled(found, spec.simulate, forecaster, Simulations(runs / ".simulations"), told)
+    folder = runs / f"{spec.space}-plan"
     folder.mkdir(parents=True, exist_ok=True)
     found.sort(key=lambda p: (("FITS", "AT_RISK", "OOM").index(p.verdict), p.usd_per_million_tokens, p.point_gib))
-    plan = Plan(spec, shape, cluster, price, tuple(found), tuple(c for c in candidates if not c.legal), folder)
+    plan = Plan(spec, forecaster, tuple(found), tuple(c for c in candidates if not c.legal), folder)
     write(plan)
     return plan
+
+
+def correction_of(spec: SweepSpec, context: Context, cluster: ClusterPreset) -> Correction | None:
+    """Return what the trials of the sweep `corrected_by` teach of step times. Raises UserError."""
+    if spec.corrected_by is None:
+        return None
+    from sweeps import correction
+
+    journal = Journal.find(spec.corrected_by, Path(spec.runs_dir).expanduser().resolve(), "corrected_by")
+    told = journal.spec_tree()
+    if told.get("cluster") != spec.cluster:
+        raise UserError(
+            f"corrected_by={spec.corrected_by}: {journal.sweep_id} ran with cluster={told.get('cluster')}, and teaches "
+            f"nothing of cluster={spec.cluster}"
+        )
+    of_model = dataclasses.replace(context, shape=shape_of(space.validate(told, Path.cwd(), {})))
+    pairs = correction.measured(journal.read(), of_model, machine(cluster))
+    if not pairs:
+        raise UserError(f"corrected_by={spec.corrected_by}: no trial of {journal.sweep_id} completed and was timed")
+    return correction.learned(pairs)
+
+
+def settled(
+    predictions: Sequence[Prediction],
+    which: str,
+    forecaster: Forecaster,
+    simulations: Simulations,
+    told: Callable[[int, int], None],
+) -> list[Prediction]:
+    """Return predictions of which those at risk, or all, were simulated."""
+    shape = forecaster.context.shape
+    assert shape is not None
+    cases: dict[int, list[Case]] = {}
+    for i, p in enumerate(predictions):
+        setting = setting_of(p.config, forecaster.context)
+        if setting is not None and (which == "all" or p.verdict == "AT_RISK"):
+            ranks = (0, setting.plan.world - 1) if setting.plan.pp > 1 else (0,)
+            cases[i] = [Case(shape, setting, batch_of(setting), rank, whole=True) for rank in ranks]
+    outcomes = iter(simulations.run([case for group in cases.values() for case in group], told))
+    found = list(predictions)
+    for i, group in cases.items():
+        found[i] = simulated(found[i], group[0].setting, [next(outcomes) for _ in group], forecaster)
+    return found
+
+
+def simulated(
+    prediction: Prediction, setting: Setting, outcomes: Sequence[Outcome], forecaster: Forecaster
+) -> Prediction:
+    """Return a prediction with what its simulated ranks came to; unchanged, with the reason, where one failed."""
+    failed = next((o for o in outcomes if isinstance(o, str)), None)
+    if failed is not None:
+        return dataclasses.replace(prediction, note=f"not simulated: {failed}")
+    peaks = [(m, phase) for o in outcomes if not isinstance(o, str) for phase, m in o.items()]
+    most, phase = max(peaks, key=lambda peak: peak[0].allocated)
+    reserved = max(m.reserved for m, _ in peaks) / GIB
+    outside, capacity = outside_of(setting), forecaster.cluster.device_memory_gib
+    if prediction.phase == "host memory":
+        fits: Verdict = "OOM"
+    elif reserved * (1 + SIMULATION_BOUND) + outside <= capacity:
+        fits = "FITS"
+    else:  # what is reserved and not allocated can be given back, with time lost
+        fits = "OOM" if most.allocated / GIB * (1 - SIMULATION_BOUND) + outside > capacity else "AT_RISK"
+    return dataclasses.replace(
+        prediction,
+        verdict=fits,
+        phase=prediction.phase if prediction.phase == "host memory" else phase,
+        account=max(Accounts.names(), key=lambda name: getattr(most.accounts, name)),
+        accounts=most.accounts,
+        point_gib=most.allocated / GIB + outside,
+        upper_gib=reserved * (1 + SIMULATION_BOUND) + outside,
+        by="simulation",
+    )
 
 
 def shape_of(spec: SweepSpec) -> ModelShape:
@@ -127,30 +259,24 @@ def distinct(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(found.values())
 
 
-def predicted(config: Mapping[str, Any], context: Context, cluster: ClusterPreset, price: float) -> Prediction | None:
-    """Return what a configuration would take; None where it is none."""
-    setting, shape = setting_of(config, context), context.shape
-    if setting is None or shape is None:
-        return None
-    seq_len = setting.learning.seq_len
-    batch = MicroBatch(setting.system.micro_batch_size, seq_len, seq_len)
-    phase, accounts = ledger.peak(ledger.predict(shape, setting, batch))
-    outside = OUTSIDE_GIB + (NCCL_GIB if setting.plan.world > 1 else 0.0)
-    point = accounts.total / GIB
-    seconds = steptime.predict(shape, setting, batch, machine(cluster)).total
-    tokens = setting.learning.global_batch_size * seq_len
-    return Prediction(
-        config,
-        verdict(point, outside, cluster.device_memory_gib),
-        phase,
-        max(Accounts.names(), key=lambda name: getattr(accounts, name)),
-        accounts,
-        point + outside,
-        point * (1 + BOUND) + outside,
-        seconds,
-        tokens / seconds,
-        price * setting.plan.world * seconds / 3600 / tokens * 1e6,
-    )
+def batch_of(setting: Setting) -> MicroBatch:
+    """Return the largest micro batch that data can make: every row is `seq_len` tokens long, all of them targets."""
+    return MicroBatch(setting.system.micro_batch_size, setting.learning.seq_len, setting.learning.seq_len)
+
+
+def outside_of(setting: Setting) -> float:
+    """Return the GiB of a device that are outside torch's allocator."""
+    return OUTSIDE_GIB + (NCCL_GIB if setting.plan.world > 1 else 0.0)
+
+
+def on_host(shape: ModelShape, setting: Setting, cluster: ClusterPreset) -> float:
+    """Return the GiB of host memory of a node: what its ranks keep there, a copy of what is trained, and themselves.
+
+    The copy is taken while a trial proves itself and rehearses. Weights are read in pieces, which the system caches and
+    gives up where it must.
+    """
+    kept = ledger.on_host(shape, setting) / GIB
+    return min(setting.plan.world, cluster.devices_per_node) * (PROCESS_GIB + kept)
 
 
 def verdict(allocated_gib: float, outside_gib: float, capacity_gib: float) -> Verdict:
@@ -173,7 +299,7 @@ def machine(cluster: ClusterPreset) -> Machine:
 
 
 def solved(
-    spec: SweepSpec, configs: Sequence[Mapping[str, Any]], context: Context, cluster: ClusterPreset
+    spec: SweepSpec, configs: Sequence[Mapping[str, Any]], forecaster: Forecaster
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the configurations to predict: all, or of those that differ in one axis the one that solves it.
 
@@ -192,8 +318,8 @@ def solved(
             continue
         seen.add(key)
         tried = [{**rest, axis: value} for value in values(axis, rest)]
-        able = [c for c in tried if may_run(spec.model, c, context)]
-        fitting = [c for c in able if (p := predicted(c, context, cluster, 0.0)) is not None and p.verdict == "FITS"]
+        able = [c for c in tried if may_run(spec.model, c, forecaster.context)]
+        fitting = [c for c in able if (p := forecaster.predict(c)) is not None and p.verdict == "FITS"]
         if axis == "micro_batch_size":
             yield from fitting[-1:] or able[:1]
         else:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import FREE
-from sweeps.plan import BOUND, Plan, Prediction
+from sweeps.plan import BOUND, PROCESS_GIB, SIMULATION_BOUND, Plan, Prediction
+from sweeps.plan_scaling import best_of_each, scaled
 from sweeps.wording import figure, words
 from trainers.result import GIB, Accounts
 
@@ -31,17 +32,15 @@ def print_plan(plan: Plan) -> None:
     console = Console(highlight=False)
     if console.width < 100 and not console.is_terminal:
         console = Console(highlight=False, width=220)
-    cluster = plan.cluster
+    cluster = plan.forecaster.cluster
     capacity = f"{cluster.nodes * cluster.devices_per_node} × {cluster.device}, {cluster.device_memory_gib:g} GiB each"
     console.print(
         f"{plan.shape.name}, {plan.shape.num_parameters / 1e9:.2f}e9 parameters, on {cluster.name}: {capacity}"
     )
     axes = [name for name in varying([p.config for p in plan.predictions]) if name not in FREE]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     accounts = list(SHORT) if console.width >= WIDE else []
     heads = ["verdict", "GiB", "up to", "decides", *(SHORT[a] for a in accounts), "step s", "tokens/s", "USD/1M tokens"]
-    for head in ("configuration", *heads):
-        table.add_column(head, no_wrap=head != "configuration", min_width=26 if head == "configuration" else None)
+    table = empty("configuration", *heads)
     for p in plan.predictions[:MOST_ROWS]:
         table.add_row(*row(p, axes, accounts))
     console.print(table)
@@ -53,15 +52,57 @@ def print_plan(plan: Plan) -> None:
         console.print(Text(f"  pruned {n}: {rule}", style="dim"), soft_wrap=True)
     for text in assumptions(plan):
         console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
+    if plan.spec.scaling:
+        print_scaling(console, plan, axes)
     draw(plan, axes)
     console.print(f"predictions:  {shlex.quote(str(plan.folder / 'predictions.jsonl'))}", soft_wrap=True)
     console.print(f"figure:       {shlex.quote(str(plan.folder / 'memory.png'))}", soft_wrap=True)
 
 
+def empty(name: str, *heads: str) -> Table:
+    """Return a table whose first column is as wide as it can be."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(name, min_width=26)
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table
+
+
+def print_scaling(console: Console, plan: Plan, axes: Sequence[str]) -> None:
+    """Print what the best configuration of each strategy would do on more GPUs, with what that assumes."""
+    groups = scaled(best_of_each(plan.predictions), plan.spec.model, plan.forecaster)
+    cluster = plan.forecaster.cluster
+    for steps in groups:
+        same = [axis for axis in axes if axis not in ("num_workers", "global_batch_size")]
+        console.print(f"\nOn more GPUs: {words(steps[0].prediction.config, same)}")
+        table = empty("GPUs", "batch", "verdict", "GiB", "step s", "tokens/s", "efficiency", "USD/1M tokens")
+        for step in steps:
+            p = step.prediction
+            verdict = Text(p.verdict, style=STYLES[p.verdict])
+            times = (figure(p.step_time_s), figure(p.tokens_per_second), f"{step.efficiency:.0%}")
+            batch = str(step.global_batch_size)
+            price = figure(p.usd_per_million_tokens)
+            table.add_row(str(step.num_workers), batch, verdict, f"{p.point_gib:.1f}", *times, price)
+        console.print(table)
+    if not groups:
+        console.print("\nOn more GPUs: no configuration fits, or none can have more")
+        return
+    for text in (
+        (
+            f"nodes of {cluster.devices_per_node}, each GPU with {cluster.inter_node_link_bytes_per_s / 1e9:g} GB/s to "
+            "other nodes, none shared or slower; no stragglers, no failures"
+        ),
+        "rings as NCCL models them: 3.4 µs a step within a node, 14 µs between nodes; no trees, no in-network sums",
+        "batch: rows of an update. It grows where every GPU's micro batch asks for more: that learns otherwise",
+        "efficiency: tokens per second and GPU, against the first line",
+    ):
+        console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
+
+
 def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str | Text]:
     """Return a prediction as cells; memory in GiB."""
     sizes = (f"{getattr(p.accounts, name) / GIB:.1f}" for name in accounts)
-    decides = f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
+    decides = p.phase if p.phase == "host memory" else f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
     times = (figure(p.step_time_s), figure(p.tokens_per_second), figure(p.usd_per_million_tokens))
     name = words(p.config, axes)
     return [
@@ -77,12 +118,31 @@ def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str
 
 def assumptions(plan: Plan) -> list[str]:
     """Return what the figures rest on, a sentence each."""
-    return [
+    forecaster = plan.forecaster
+    by = Counter(p.by for p in plan.predictions)
+    risky = sum(p.verdict == "AT_RISK" and p.by == "ledger" and not p.note for p in plan.predictions)
+    found = [
         "memory: every row is seq_len tokens long and all of them are targets, the worst that data can be",
         f"up to: the closed form has been off by {BOUND:.0%} at most; FITS holds with it, OOM holds without it",
-        "time: a constant part of the device's peak; it ranks, the first measured trial tells seconds",
-        f"price: {plan.price:g} USD per GPU-hour",
     ]
+    if by["simulation"]:
+        reserved = f"what torch's allocator would reserve, and {SIMULATION_BOUND:.0%}"
+        found.append(f"up to, of the {by['simulation']} simulated: {reserved}")
+    found += sorted({p.note for p in plan.predictions if p.note})
+    host = max((p.host_gib for p in plan.predictions), default=0.0)
+    found.append(
+        f"host memory: up to {host:.0f} GiB of a node's {forecaster.cluster.host_memory_gib:g}; for each rank "
+        f"{PROCESS_GIB:g} GiB, what is offloaded, and a copy of its trained weights"
+    )
+    if forecaster.correction is None:
+        found.append("time: a constant part of the device's peak; it ranks, the first measured trials tell seconds")
+    else:
+        trials = f"{forecaster.correction.trials} trials of {plan.spec.corrected_by}"
+        found.append(f"time: corrected by {trials}: {forecaster.correction}")
+    found.append(f"price: {forecaster.price:g} USD per GPU-hour")
+    if risky:
+        found.append(f"simulate=at_risk runs the real code of the {risky} at risk on fake tensors, seconds each")
+    return found
 
 
 def varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -103,7 +163,7 @@ def draw(plan: Plan, axes: Sequence[str]) -> None:
         sizes = [getattr(p.accounts, name) / GIB for p in shown]
         plot.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    plot.axvline(plan.cluster.device_memory_gib, color="black", linestyle="--", label="the device's memory")
+    plot.axvline(plan.forecaster.cluster.device_memory_gib, color="black", linestyle="--", label="the device's memory")
     plot.set_yticks(range(len(shown)), [words(p.config, axes) for p in shown], fontsize=7)
     plot.invert_yaxis()
     plot.set_xlabel("GiB of a device, predicted")

@@ -77,7 +77,11 @@ def plan_only(spec: SweepSpec, journal: Journal | None) -> int:
 
     if journal is not None:
         raise UserError("plan=true predicts a space: give space=…, not resume=…")
-    print_plan(make_plan(spec))
+
+    def told(done: int, of: int) -> None:
+        print(f"\rsimulated {done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+    print_plan(make_plan(spec, told))
     return 0
 
 

@@ -212,6 +212,12 @@ class SweepSpec(Frozen):
     """predict every candidate on `cluster` and run none: no GPU, no weights, no hub"""
     solve: Literal["none", "micro_batch_size", "num_workers"] = "none"
     """with plan=true: the largest micro batch of each candidate that fits, or the fewest GPUs"""
+    simulate: Literal["none", "at_risk", "all"] = "none"
+    """with plan=true: run the real code on fake tensors, for candidates at risk or for all; seconds each"""
+    scaling: bool = False
+    """with plan=true: the best configuration of each strategy on up to 4,096 GPUs"""
+    corrected_by: str | None = None
+    """with plan=true: a sweep on the same cluster (an id, or latest) whose step times correct the predicted ones"""
     searcher: str = "grid"
     """who picks the next trial"""
     seed: int = Field(default=0, ge=0)

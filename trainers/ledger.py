@@ -11,6 +11,7 @@ queries and of keys, V the vocabulary, e bytes of a number in computing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,19 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch) -> dict[str,
 def of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
     """Return the bytes that the forward pass of one block keeps for its backward pass, nothing being recomputed."""
     return _Ledger(shape, setting, batch)._block()
+
+
+def on_host(shape: ModelShape, setting: Setting) -> float:
+    """Return the bytes that a rank keeps in host memory: what is offloaded, and a copy of what is trained."""
+    own = parameters(shape, setting)
+    accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+    strategy = STRATEGIES[setting.system.strategy]
+    options = {name: "none" if name == "offload" else value for name, value in setting.options.items()}
+    nothing_offloaded = dataclasses.replace(setting, system=dataclasses.replace(setting.system, options=options))
+    whole, share = (strategy.share(s, own, accumulation) for s in (nothing_offloaded, setting))
+    copied = FLOAT32 * own.trained * whole.weights / max(FLOAT32 * own.trained + own.frozen, 1.0)
+    offloaded = (whole.weights - share.weights, whole.gradients - share.gradients)
+    return copied + sum(offloaded) + whole.optimizer_state - share.optimizer_state
 
 
 def parameters(shape: ModelShape, setting: Setting) -> Parameters:
@@ -105,13 +119,14 @@ class _Ledger:
         head_gradient = embedding
         first_gradient = after if self.shape.tie_word_embeddings else after - embedding
         stepping = share.stepping + self._loop()
-        # Log-probabilities, and the gradients of these and of the logits; with tp in half precision these are narrower.
-        backward = 8 if self.plan.tp > 1 and self.e < FLOAT32 else 12
+        # Log-probabilities, and what these are made of; then the gradients of these and of the logits. With tp torch's
+        # loss over a divided vocabulary needs one more of each.
+        forward, backward = (12, 16) if self.plan.tp > 1 else (8, 12)
         return {
             "load": [self._at(stored, 0, 0, 0, without_state=True)],
             "forward": [
                 self._at(stored, before, blocks * kept + head, share.gathered + self.e * self.logits),
-                self._at(stored, before, blocks * kept + head, share.gathered_after + 8 * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathered_after + forward * self.logits),
             ],
             "backward": [
                 self._at(stored, before, blocks * kept + head, share.gathered_after + backward * self.logits),

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -103,6 +105,7 @@ class MemoryTrace(TorchDispatchMode):
         self._backward = -1  # torch's number of the latest one
         self._recomputations, self._recomputing = 0, False
         self.bytes = 0
+        self._guessing = 0  # of a sharded tensor's operation, its result's shape: DTensor tries it on fake tensors
         self.failed: Accounts | None = None
         """what was in use when an operation first failed"""
 
@@ -112,17 +115,24 @@ class MemoryTrace(TorchDispatchMode):
             self._assign(tensor, account)
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = _noting(self, self._resize)  # type: ignore[method-assign]
+        self._guess = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = _apart(self, self._guess)  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._guess  # type: ignore[method-assign]
         for block in self._alive.values():
             self._settle(block)
         self._alive.clear()  # what is freed from now on is not looked at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, as what DTensor makes of it: local operations and collectives
+        if self._guessing:
+            return func(*args, **(kwargs or {}))
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -356,3 +366,16 @@ def _noting(trace: MemoryTrace, resize: Any) -> Any:
         return result
 
     return resize_
+
+
+def _apart(trace: MemoryTrace, guess: Any) -> Any:
+    """Return the method by which DTensor learns the shape of a result, kept out of a trace."""
+
+    def guessing(*args: Any, **kwargs: Any) -> Any:
+        trace._guessing += 1
+        try:
+            return guess(*args, **kwargs)
+        finally:
+            trace._guessing -= 1
+
+    return guessing

@@ -274,7 +274,11 @@ class Simulator:
 
     def run(self, tasks: Sequence[Task]) -> list[Simulated]:
         """Return what each task came to, in order."""
-        return list(self._pool.map(attempt, tasks))
+        return list(self.each(tasks))
+
+    def each(self, tasks: Sequence[Task]) -> Iterator[Simulated]:
+        """Yield what each task came to, in order, as soon as it is known."""
+        return self._pool.map(attempt, tasks)
 
 
 def _alone() -> None:

@@ -104,16 +104,22 @@ def _micro_batch(shape: ModelShape, setting: Setting, batch: MicroBatch, machine
 def traffic(shape: ModelShape, setting: Setting, batch: MicroBatch, micro_batches: int) -> list[Traffic]:
     """Return what a rank sends in an update, of the strategy and of every degree."""
     own = parameters(shape, setting)
-    found = [STRATEGIES[setting.system.strategy].traffic(setting, own, micro_batches)]
+    found = STRATEGIES[setting.system.strategy].traffic(setting, own, micro_batches)
     tokens = batch.rows * batch.tokens / setting.plan.cp * micro_batches
     return found + [d.traffic(setting, shape, tokens) for d in dimensions(setting.system)]
 
 
 def seconds(travels: Traffic, machine: Machine) -> float:
-    """Return how long something travels: its bytes, and the latency of every ring and every step to a neighbour."""
-    within = travels.span <= machine.devices_per_node
-    bandwidth = machine.link_within_node if within else machine.link_between_nodes
-    step = machine.latency_within_node if within else machine.latency_between_nodes
-    nodes = math.ceil(travels.span / machine.devices_per_node)
-    ring = (travels.span - nodes) * machine.latency_within_node + (nodes - 1) * machine.latency_between_nodes
+    """Return how long something travels: its bytes, and the latency of every ring and every step to a neighbour.
+
+    Between nodes as many links are used as a node has of the ranks: a ring for each of them.
+    """
+    here = max(1, min(travels.ranks, machine.devices_per_node // travels.stride))  # of the ranks on one node
+    nodes = math.ceil(travels.ranks / here)
+    bandwidth, step = machine.link_within_node, machine.latency_within_node
+    if nodes > 1:
+        links = here if travels.rings else 1
+        bandwidth = min(bandwidth, links * machine.link_between_nodes)
+        step = machine.latency_between_nodes
+    ring = (travels.ranks - nodes) * machine.latency_within_node + (nodes - 1) * machine.latency_between_nodes
     return travels.bytes / (bandwidth * OF_BANDWIDTH) + travels.rings * ring + travels.sends * step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.layout import Layout
 from trainers.ledger import MicroBatch, peak, predict
 from trainers.memory import MemoryMeter
+from trainers.memory_trace import MemoryTrace
 from trainers.ranks import current
 from trainers.result import Accounts, RankMemory
 from trainers.shape import ModelShape
@@ -97,6 +99,52 @@ def test_a_simulated_step_takes_what_a_real_one_takes(name: str, ranks: Ranks, s
         for account in Accounts.names():
             here, there = (getattr(m[phase].accounts, account) for m in (real, found))
             assert there == pytest.approx(here, abs=slack), f"{account} in {phase}: {here} measured, {there} simulated"
+
+
+DEEP = dataclasses.replace(model.shape("embedded") or shape(), num_hidden_layers=16)
+DEEP_CASES = ("fsdp2", "tp", "pp")
+
+
+@pytest.mark.parametrize("name", [n if n == "fsdp2" else pytest.param(n, marks=pytest.mark.slow) for n in DEEP_CASES])
+def test_two_shallow_models_tell_what_a_deep_one_takes(name: str, simulator: Simulator) -> None:
+    """Every phase of 16 blocks, from 5 and 7 of them (of each stage, where there are two: 10 and 14)."""
+    system, learning = CASES[name]
+    setting = dataclasses.replace(setting_of(system, learning), shape=DEEP, device="cuda")
+    whole, extrapolated = simulator.run([Task(DEEP, setting, BATCH, 0, w) for w in (True, False)])
+    assert not isinstance(whole, str), whole
+    assert not isinstance(extrapolated, str), extrapolated
+    for phase, memory in whole.items():
+        assert extrapolated[phase].allocated == pytest.approx(memory.allocated, rel=2e-3), phase
+        assert memory.reserved >= memory.allocated
+
+
+def loss_of_a_divided_vocabulary() -> tuple[int, int]:
+    """Return the bytes of this rank's logits, and those that the loss needs beside them at most."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+    from torch.nn.functional import cross_entropy
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    logits = distribute_tensor(torch.randn(64, 4096), mesh, [Shard(1)]).requires_grad_()
+    targets = torch.zeros(64, dtype=torch.int64)
+    trace = MemoryTrace(torch.device("cpu"), lambda: [("temporary", logits.detach())])
+    with trace, loss_parallel():
+        trace.start("loss")
+        loss = cross_entropy(logits, targets)
+        trace.stop()
+        trace.start("backward")
+        loss.backward()
+        trace.stop()
+    size = logits.to_local().nbytes
+    return size, trace.peaks()["backward"].accounts.total - size
+
+
+def test_what_happens_within_an_operation_on_divided_tensors_is_seen(ranks: Ranks) -> None:
+    """torch's loss over a divided vocabulary: log-probabilities, and three times the gradient's size to make it."""
+    for size, beside in ranks(2).run(loss_of_a_divided_vocabulary):
+        assert beside == pytest.approx(4 * size, rel=0.02)
 
 
 def drawn_setting(shape: ModelShape, system: dict[str, Any], device: str, adapter: str) -> Setting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.ledger import MicroBatch
 from trainers.shape import ModelShape
-from trainers.steptime import Machine, predict, traffic
+from trainers.steptime import Machine, predict, seconds, traffic
 from trainers.strategies import STRATEGIES, Setting
 
 SHAPE = ModelShape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False)
@@ -64,11 +66,34 @@ def test_a_pipelines_bubble_is_p_minus_1_over_m() -> None:
 
 
 def test_links_between_nodes_are_slower_and_computing_hides_what_it_can() -> None:
+    """Two nodes of 8 with a link of 50 GB/s each: 400 GB/s a node, of which 80 % are reached. 25 MiB a sum."""
     inside = predict(SHAPE, setting(num_workers=8), BATCH, H100)
-    across = predict(SHAPE, setting(num_workers=16), BATCH, H100)
     assert inside.communication == 0  # 56 GB at 360 GB/s beside 4 s of computing
-    sent = 15 / 16 * 2 * 4 * P / (0.8 * 5e10)
-    assert across.communication == pytest.approx(max(0.0, sent - 0.9 * across.compute))
+    (one,) = traffic(SHAPE, setting(num_workers=16), BATCH, 1)
+    sums = math.ceil(4 * P / (25 * 2**20))
+    rings = 2 * sums * (14 * 3.4e-6 + 1.4e-5)  # 15 steps around, of which one is between the nodes
+    assert seconds(one, H100) == pytest.approx(15 / 16 * 2 * 4 * P / (0.8 * 4e11) + rings)
+    across = predict(SHAPE, setting(num_workers=16), MicroBatch(1, 64, 64), H100)
+    assert across.communication == pytest.approx(seconds(one, H100) - 0.9 * across.compute)
+
+
+def test_one_gpu_of_each_node_has_one_link() -> None:
+    """Copies of shards over nodes: all-reduce among every 8th rank, 50 GB/s; a pipeline's stage sends to the next."""
+    hybrid = setting(strategy="fsdp2", num_workers=16, dp_replicate=2)
+    shards, copies = traffic(SHAPE, hybrid, BATCH, 4)
+    assert (shards.ranks, copies.ranks, copies.stride) == (8, 2, 8)
+    assert copies.bytes == pytest.approx(2 * 0.5 * 4 * 4 * P / 8)
+    groups = 4 * 2 * 33  # micro batches, twice around for a sum, blocks and the root
+    assert seconds(copies, H100) == pytest.approx(copies.bytes / (0.8 * 5e10) + groups * 1.4e-5)
+
+
+def test_small_work_is_bound_by_what_the_host_starts() -> None:
+    """45 operations a block, twice as many backward: 8 µs each. A host that computes itself does both in turn."""
+    tiny = MicroBatch(1, 1, 1)
+    starting = 64 * 32 * 45 * 3 * 8e-6
+    assert predict(SHAPE, setting(), tiny, replace(H100, memory_bandwidth=1e18)).compute == pytest.approx(starting)
+    alone = predict(SHAPE, setting(), BATCH, replace(H100, operation=0.0)).compute
+    assert predict(SHAPE, setting(), BATCH, replace(H100, overlap=0.0)).compute == pytest.approx(alone + starting)
 
 
 def test_what_is_kept_on_the_host_has_to_travel() -> None:

@@ -148,14 +148,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in an update: bytes; among how many neighbouring ranks; beside computing or in its way.
+    """What a rank sends in an update: bytes; among how many ranks; beside computing or in its way.
 
-    `rings` times something goes once around all of these, `sends` times to a neighbour: each has its latency.
+    The ranks are every `stride`-th of their neighbours. `rings` times something goes once around all of them, `sends`
+    times to the next one: each has its latency.
     """
 
     bytes: float
-    span: int
+    ranks: int
     overlapped: bool
+    stride: int = 1
     rings: float = 0.0
     sends: float = 0.0
 
@@ -225,14 +227,15 @@ class Strategy(ABC):
         weights, state = NATIVE.weight * whole.trained + whole.frozen, NATIVE.state * whole.trained
         return Share(weights, state, gradients, before, reducing_root=NATIVE.gradient * whole.embedding)
 
-    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
         """Return what a rank sends in an update; the gradients, summed once, where a method divides nothing.
 
         A ring of n ranks sends (n - 1) / n of a buffer to gather or to scatter it, and twice that to sum it.
         """
         size = NATIVE.gradient * whole.trained
         rings = 2 * math.ceil(size / BUCKET)
-        return Traffic(2 * self.ring(setting) * size, self.span(setting), overlapped=True, rings=rings)
+        ranks = setting.plan.dp * setting.plan.cp
+        return [Traffic(2 * self.ring(setting) * size, ranks, True, setting.plan.tp, rings)]
 
     def part(self, setting: Setting) -> float:
         """Return the part of the optimizer's work that a rank does."""
@@ -246,10 +249,6 @@ class Strategy(ABC):
         """Return which part of a buffer a rank sends to gather or to scatter it."""
         ranks = setting.plan.dp * setting.plan.cp
         return (ranks - 1) / ranks
-
-    def span(self, setting: Setting) -> int:
-        """Return how many neighbouring ranks the data-parallel ones of a rank lie among."""
-        return setting.plan.dp * setting.plan.cp * setting.plan.tp
 
     @abstractmethod
     def apply(self, module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:

@@ -61,7 +61,7 @@ class Context(Dimension):
         blocks = shape.num_hidden_layers / plan.pp
         sent = 2 * (plan.cp - 1) / plan.cp * blocks * tokens * numbers / plan.tp * width
         micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
-        return Traffic(sent, plan.cp * plan.tp, overlapped=False, rings=4 * blocks * micro_batches)
+        return Traffic(sent, plan.cp, overlapped=False, stride=plan.tp, rings=4 * blocks * micro_batches)
 
     def knows_float64(self, setting: Setting) -> bool:
         return method(setting) != "ring"  # whose kernels have none

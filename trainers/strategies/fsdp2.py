@@ -85,17 +85,20 @@ class FSDP2(Strategy):
             return share.without("weights", "optimizer_state", "gradients", "gradients_before")
         return share
 
-    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
         # Weights are gathered for the forward pass, and for the backward pass where they were let go of.
         gathers = 2 if setting.options.get("reshard_after_forward", True) else 1
         sums = micro_batches if setting.options.get("sync_each_batch", True) and setting.plan.pp == 1 else 1
         sent = micro_batches * gathers * whole.in_use + sums * NATIVE.gradient * whole.trained
-        ranks = setting.plan.dp_shard * setting.plan.cp
-        copies = 2 * sums * NATIVE.gradient * whole.trained / ranks if setting.plan.dp_replicate > 1 else 0.0
-        span = self.span(setting) if setting.plan.dp_replicate == 1 else ranks * setting.plan.tp
-        groups = whole.blocks + 1  # each gathers, and scatters, by itself
-        rings = groups * (micro_batches * gathers + sums * (3 if copies else 1))
-        return Traffic((ranks - 1) / ranks * sent + copies, span, overlapped=True, rings=rings)
+        plan, groups = setting.plan, whole.blocks + 1  # each of which gathers, and scatters, by itself
+        ranks = plan.dp_shard * plan.cp
+        rings = groups * (micro_batches * gathers + sums)
+        found = [Traffic((ranks - 1) / ranks * sent, ranks, True, plan.tp, rings)]
+        if plan.dp_replicate > 1:  # the sums of shards, over the copies of them
+            part = (plan.dp_replicate - 1) / plan.dp_replicate
+            size = 2 * part * sums * NATIVE.gradient * whole.trained / ranks
+            found.append(Traffic(size, plan.dp_replicate, True, ranks * plan.tp, 2 * sums * groups))
+        return found
 
     def part(self, setting: Setting) -> float:
         return 1 / (setting.plan.dp_shard * setting.plan.cp)
@@ -130,8 +133,8 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
         gradients,
         before,
         gathered=some,
-        # The root's weights are let go of when the model has run; beside tp also where a block's are not.
-        gathered_after=0.0 if reshard else whole.in_use - (whole.root_in_use if setting.plan.tp > 1 else 0.0),
+        # The root's weights are let go of when the model has run.
+        gathered_after=0.0 if reshard else whole.in_use,
         gathering=2 * whole.root_in_use if reshard else 0.0,
         reducing=whole.compute * whole.trained_block,
         reducing_more=(whole.compute + reduced) * whole.trained_block,

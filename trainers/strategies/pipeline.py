@@ -43,9 +43,10 @@ class Pipeline(Dimension):
         # Hidden states to the next stage, and their gradients back.
         width = 2 if setting.compute_dtype == "bfloat16" else 4
         sent = 2 * STAGES_OF_A_RANK[schedule(setting)] * tokens * shape.hidden_size / setting.plan.tp * width
-        micro_batches = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+        plan = setting.plan
+        micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
         sends = 2 * STAGES_OF_A_RANK[schedule(setting)] * micro_batches
-        return Traffic(sent, setting.plan.world, overlapped=True, sends=sends)
+        return Traffic(sent, plan.pp, overlapped=True, stride=plan.world // plan.pp, sends=sends)
 
     def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:
         """Do nothing: the model is cut last, when all else has been done to it; see trainers.build.split."""

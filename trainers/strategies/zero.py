@@ -125,18 +125,18 @@ class Zero(Strategy):
         )
         return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
 
-    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> Traffic:
+    def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
         stage = int(setting.options["zero_stage"])
         if setting.options["zero_engine"] == "torch":
-            plain = super().traffic(setting, whole, micro_batches)  # and each rank's part of the new weights
-            return replace(plain, bytes=plain.bytes + self.ring(setting) * 4 * whole.trained)
+            (plain,) = super().traffic(setting, whole, micro_batches)  # and each rank's part of the new weights
+            return [replace(plain, bytes=plain.bytes + self.ring(setting) * 4 * whole.trained)]
         sums, gathers = (1 if stage == 1 else micro_batches), whole.compute * whole.trained
         rings = sums * math.ceil(whole.trained / BUCKET) + 1
         if stage == 3:
             times = (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches
             gathers, rings = whole.in_use * times, rings + MODULES * whole.blocks * times
         sent = self.ring(setting) * (sums * 4 * whole.trained + gathers)
-        return Traffic(sent, self.span(setting), overlapped=True, rings=rings)
+        return [Traffic(sent, setting.plan.dp, overlapped=True, rings=rings)]
 
     def part(self, setting: Setting) -> float:
         return 1 / setting.plan.dp

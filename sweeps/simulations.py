@@ -1,0 +1,105 @@
+"""Simulations of candidates, each done once: what they came to is kept by the hash of all that it follows from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainers.ledger import MicroBatch
+from trainers.result import Accounts, RankMemory
+from trainers.shape import ModelShape
+from trainers.strategies import Setting
+
+LIBRARIES = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One rank of a candidate to simulate; `whole`: all its blocks, which also tells what is reserved."""
+
+    shape: ModelShape
+    setting: Setting
+    batch: MicroBatch
+    rank: int
+    whole: bool
+
+
+Outcome = Mapping[str, RankMemory] | str
+"""The peak of each phase, or why there is none."""
+
+
+class Simulations:
+    """Outcomes in a folder, and processes that make what is missing."""
+
+    def __init__(self, folder: Path, processes: int | None = None) -> None:
+        self._folder = folder
+        self._processes = processes or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+    def run(self, cases: Sequence[Case], done: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
+        """Return what each case comes to, in order; `done` is told how many of the missing ones there are."""
+        keys = [key(case) for case in cases]
+        found = {k: outcome for k in dict.fromkeys(keys) if (outcome := self._read(k)) is not None}
+        missing = [(k, c) for k, c in dict(zip(keys, cases, strict=True)).items() if k not in found]
+        if missing:
+            from trainers.simulate import Simulator, Task
+
+            tasks = [Task(c.shape, c.setting, c.batch, c.rank, c.whole) for _, c in missing]
+            done(0, len(missing))
+            with Simulator(min(self._processes, len(missing))) as simulator:
+                for i, ((k, _), outcome) in enumerate(zip(missing, simulator.each(tasks), strict=True)):
+                    found[k] = outcome
+                    self._write(k, outcome)
+                    done(i + 1, len(missing))
+        return [found[k] for k in keys]
+
+    def _read(self, name: str) -> Outcome | None:
+        path = self._folder / f"{name}.json"
+        if not path.is_file():
+            return None
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return {phase: RankMemory(**{**m, "accounts": Accounts(**m["accounts"])}) for phase, m in data.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):  # cut off by a crash: made again
+            return None
+
+    def _write(self, name: str, outcome: Outcome) -> None:
+        if isinstance(outcome, str):
+            return  # another version may be able to
+        self._folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({phase: dataclasses.asdict(memory) for phase, memory in outcome.items()})
+        (self._folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def key(case: Case) -> str:
+    """Return the hash of a case, of the libraries' versions and of the code that is simulated."""
+    told: dict[str, Any] = {**dataclasses.asdict(case), "versions": _versions(), "code": _code()}
+    del told["shape"]["name"], told["setting"]["shape"]
+    for free in ("learning_rate", "seed"):
+        told["setting"]["learning"].pop(free, None)
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that a simulation runs."""
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {name: installed.get(name, "") for name in LIBRARIES}
+
+
+@cache
+def _code() -> str:
+    """Return the hash of this project's code that a simulation runs."""
+    import trainers
+
+    folder = Path(str(trainers.__file__)).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
