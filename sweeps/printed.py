@@ -86,22 +86,16 @@ def _print_accounts(console: Console, report: Report) -> None:
         memory = measured.memory[phase].worst
         accounts = (getattr(memory.accounts, name) for name in Accounts.names())
         held = memory.reserved - memory.allocated
-        predicted = round(outcome.metrics.get(SUM, 0.0) * GIB)
-        ratio = f"{memory.allocated / predicted:.2f}" if predicted else ""
-        rows.append(
-            [
-                outcome.trial_id,
-                phase.replace("_", " "),
-                str(rank),
-                *(mib(b) for b in (*accounts, memory.allocated, held, predicted)),
-                ratio,
-            ]
-        )
+        sizes = (*accounts, memory.allocated, held)
+        rows.append([outcome.trial_id, phase.replace("_", " "), str(rank), *map(mib, sizes)])
+        if SUM in outcome.metrics:
+            predicted = [outcome.metrics[f"predicted_{name}_gib"] * GIB for name in Accounts.names()]
+            told = (*predicted, outcome.metrics[SUM] * GIB)
+            ratios = (f"{size / p:.2f}" if p >= 2**20 / 10 else "" for size, p in zip(sizes, told, strict=False))
+            rows.append(["", "÷ predicted", "", *ratios, ""])
     heads = [name.replace("_", " ") for name in Accounts.names()]
-    names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved", "predicted", "ratio"]
-    title = (
-        "Memory at the peak, MiB: the five accounts, their sum, what the allocator keeps beside; and what was predicted"
-    )
+    names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved"]
+    title = "Memory at the peak, MiB: five accounts, their sum, what the allocator keeps beside; over what was predicted"
     _print_table(console, title, names, rows)
 
 

@@ -17,6 +17,7 @@ from trainers.result import Accounts, RankMemory
 from trainers.shape import ModelShape
 from trainers.strategies import Setting
 
+MOST_PROCESSES = 8  # each holds the libraries, about a GiB
 LIBRARIES = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes")
 
 
@@ -40,7 +41,7 @@ class Simulations:
 
     def __init__(self, folder: Path, processes: int | None = None) -> None:
         self._folder = folder
-        self._processes = processes or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        self._processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
 
     def run(self, cases: Sequence[Case], done: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
         """Return what each case comes to, in order; `done` is told how many of the missing ones there are."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import logging
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from trainers.strategies import Setting
 
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it asks for kernels that only serve
 
 ADAPTABLE = (*LINEAR_LAYERS, "lm_head", "embed_tokens")  # layers of a known architecture that LoRA can be put on
 
