@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainers import ledger, model
 from trainers.config import LearningConfig, RunConfig, SystemConfig, TrialConfig
 from trainers.data import TokenizedDataset
 from trainers.diagnose import WorkerFault
 from trainers.job import run_rank
+from trainers.ledger import MicroBatch
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import GIB, TrialResult
+from trainers.shape import ModelShape
+from trainers.simulate import Simulator, Task
+from trainers.strategies import STRATEGIES, Setting
 from trainers.timing import peak_phase, summarize
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -33,12 +38,13 @@ def measure(folder: str, vocabulary: int, seq_len: int, world: World) -> bool:
     """
     data = full_rows(seq_len, vocabulary)
     found, good = [], True
-    print(f"{'case':24} {'peak in':22} {'accounts, GiB':64} tok/s  mfu")
+    print(f"{'case':24} {'peak in':22} {'accounts, GiB':64} tok/s  mfu  ledger, simulation: allocated, reserved")
     for adapter, recompute, micro in itertools.product(("lora", "full"), ("none", "full"), (1, 4)):
         job = configured(folder, adapter, recompute, micro, seq_len, world)
         row: dict[str, Any] = {"case": f"{adapter} {recompute} micro {micro}"}
         try:
-            row |= figures(run_rank(job, data, world))
+            result = run_rank(job, data, world)
+            row |= figures(result) | predictions(result, job, model.shape(folder), world)
         except WorkerFault as error:  # on a small device a result, too
             row |= {"fault": error.fault.kind, "phase": error.fault.phase, "details": error.fault.lines}
         found.append(row)
@@ -75,12 +81,35 @@ def figures(result: TrialResult) -> dict[str, Any]:
     return {"peak_in": peak[0], "accounts_gib": accounts, "memory": by_phase} | {n: summary.get(n) for n in FIGURES}
 
 
+def predictions(result: TrialResult, job: TrialConfig, shape: ModelShape | None, world: World) -> dict[str, Any]:
+    """Return what ledger and simulation say of a case that ran, and by how much they are off: allocated and reserved."""
+    peak = peak_phase(result)
+    if shape is None or peak is None or result.largest is None:
+        return {}
+    plan = STRATEGIES[job.system.strategy].plan(job.system)
+    setting = Setting(job.learning, job.system, plan, shape, world.device.type)
+    batch = MicroBatch(**result.largest)
+    closed = ledger.peak(ledger.predict(shape, setting, batch))[1].total
+    found = {"ledger_gib": closed / GIB, "ledger_error": closed / result.memory[peak[0]].allocated - 1}
+    with Simulator(1) as simulator:
+        (simulated,) = simulator.run([Task(shape, setting, batch)])
+    if isinstance(simulated, str):
+        return {**found, "not_simulated": simulated}
+    for kind in ("allocated", "reserved"):
+        told = max(getattr(memory, kind) for memory in simulated.values())
+        real = max(getattr(memory.worst, kind) for memory in result.memory.values())
+        found |= {f"simulated_{kind}_gib": told / GIB, f"simulated_{kind}_error": told / real - 1}
+    return found
+
+
 def line(row: dict[str, Any]) -> str:
     if "fault" in row:
         return f"{row['case']:24} {row['fault']} in {row['phase']}: {'; '.join(row['details'])}"
     accounts = "  ".join(f"{name[:10]} {value:.3f}" for name, value in row["accounts_gib"].items())
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else ""
-    return f"{row['case']:24} {row['peak_in']:22} {accounts:64} {row['tokens_per_second']:.0f}  {mfu}"
+    names = ("ledger_error", "simulated_allocated_error", "simulated_reserved_error")
+    errors = " ".join(f"{row[name]:+.1%}" for name in names if name in row)
+    return f"{row['case']:24} {row['peak_in']:22} {accounts:64} {row['tokens_per_second']:.0f}  {mfu}  {errors}"
 
 
 def out_of_memory(folder: str, gib: float, seq_len: int, data: TrialData, world: World) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _print_accounts(console: Console, report: Report) -> None:
             rows.append(["", "÷ predicted", "", *ratios, ""])
     heads = [name.replace("_", " ") for name in Accounts.names()]
     names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved"]
-    title = "Memory at the peak, MiB: five accounts, their sum, what the allocator keeps beside; over what was predicted"
+    title = "Memory at the peak, MiB: five accounts, their sum, what the allocator keeps beside; over its prediction"
     _print_table(console, title, names, rows)
 
 
