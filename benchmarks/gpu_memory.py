@@ -82,7 +82,7 @@ def figures(result: TrialResult) -> dict[str, Any]:
 
 
 def predictions(result: TrialResult, job: TrialConfig, shape: ModelShape | None, world: World) -> dict[str, Any]:
-    """Return what ledger and simulation say of a case that ran, and by how much they are off: allocated and reserved."""
+    """Return what ledger and simulation say of a case that ran, and by how much they are off."""
     peak = peak_phase(result)
     if shape is None or peak is None or result.largest is None:
         return {}

@@ -107,7 +107,7 @@ class _Ledger:
         return phases
 
     def _instants(self, stored: Accounts) -> dict[str, list[Accounts]]:
-        share, kept, head = self.share, self._kept(), self._head()
+        share, kept, head, waiting = self.share, self._kept(), self._head(), self._waiting()
         offloaded = self.setting.system.offload_activations and self.setting.device == "cuda"
         blocks = 1 if offloaded else self.own.blocks * self.in_flight
         before, after = share.gradients_before, share.gradients
@@ -125,12 +125,12 @@ class _Ledger:
         return {
             "load": [self._at(stored, 0, 0, 0, without_state=True)],
             "forward": [
-                self._at(stored, before, blocks * kept + head, share.gathered + self.e * self.logits),
-                self._at(stored, before, blocks * kept + head, share.gathered_after + forward * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathered + self.e * self.logits + waiting),
+                self._at(stored, before, blocks * kept + head, share.gathered_after + forward * self.logits + waiting),
             ],
             "backward": [
-                self._at(stored, before, blocks * kept + head, share.gathered_after + backward * self.logits),
-                self._at(stored, before, blocks * kept + head, share.gathering + 4 * self.logits),
+                self._at(stored, before, blocks * kept + head, share.gathered_after + backward * self.logits + waiting),
+                self._at(stored, before, blocks * kept + head, share.gathering + 4 * self.logits + waiting),
                 self._at(
                     stored, max(before, head_gradient), blocks * kept + recomputed,
                     share.gathered + share.reducing + passing,
@@ -224,6 +224,12 @@ class _Ledger:
         if self.full:
             kept += self.e * self.logit_rows * self.shape.hidden_size
         return kept
+
+    def _waiting(self) -> float:
+        """Return the logits that a pipeline's last stage keeps as its output, and what its earlier losses keep."""
+        if self.plan.pp == 1:
+            return 0.0
+        return self.e * self.logits + (self.in_flight - 1) * (FLOAT32 + self.e) * self.logits
 
     def _loop(self) -> float:
         """Return what an optimizer that takes one parameter after another makes of it: on CUDA one kernel takes all."""
