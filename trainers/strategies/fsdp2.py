@@ -169,10 +169,15 @@ def policies(setting: Setting) -> dict[str, Any]:
 
 
 def replicated(module: nn.Module, setting: Setting, layout: Layout) -> nn.Module:
-    """Wrap a module in the composable form of data parallelism, which shares FSDP2's mechanism."""
+    """Wrap a module in the composable form of data parallelism, which shares FSDP2's mechanism.
+
+    Frozen weights are left as they are, in the dtype of compute: it would use copies of them.
+    """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    return wrapped_by_block(module, lambda part: replicate(part, mesh=layout.data, **policies(setting)))
+    options: dict[str, Any] = {"mesh": layout.data, **policies(setting)}
+    frozen = {p for p in module.parameters() if not p.requires_grad}
+    return wrapped_by_block(module, lambda part: replicate(part, ignored_params=frozen, **options))
 
 
 def wrapped_by_block(module: nn.Module, wrap: Callable[[nn.Module], Any]) -> nn.Module:
