@@ -96,7 +96,9 @@ def _micro_batch(shape: ModelShape, setting: Setting, batch: MicroBatch, machine
     products = done / (machine.peak_flops[setting.compute_dtype] * OF_PEAK[setting.compute_dtype])
     reading = 3 * own.in_use / (machine.memory_bandwidth * OF_BANDWIDTH)  # forward, and twice backward
     forward = own.blocks * (OPERATIONS + OF_ADAPTER * len(adapted(learning)))
-    starting = machine.operation * forward * (1 + BACKWARD + (recompute != "none"))
+    slower = math.prod(dimension.slows(setting) for dimension in dimensions(setting.system))
+    of_model = slower * forward * (1 + BACKWARD + (recompute != "none"))
+    starting = machine.operation * (of_model + STRATEGIES[setting.system.strategy].starts(setting, own))
     working = max(products, reading)
     return max(working, starting) if machine.overlap else working + starting
 

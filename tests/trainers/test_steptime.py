@@ -73,7 +73,7 @@ def test_links_between_nodes_are_slower_and_computing_hides_what_it_can() -> Non
     sums = math.ceil(4 * P / (25 * 2**20))
     rings = 2 * sums * (14 * 3.4e-6 + 1.4e-5)  # 15 steps around, of which one is between the nodes
     assert seconds(one, H100) == pytest.approx(15 / 16 * 2 * 4 * P / (0.8 * 4e11) + rings)
-    across = predict(SHAPE, setting(num_workers=16), MicroBatch(1, 64, 64), H100)
+    across = predict(SHAPE, setting(num_workers=16), MicroBatch(1, 64, 64), replace(H100, operation=0.0))
     assert across.communication == pytest.approx(seconds(one, H100) - 0.9 * across.compute)
 
 
@@ -88,12 +88,17 @@ def test_one_gpu_of_each_node_has_one_link() -> None:
 
 
 def test_small_work_is_bound_by_what_the_host_starts() -> None:
-    """45 operations a block, twice as many backward: 8 µs each. A host that computes itself does both in turn."""
+    """45 operations a block, twice as many backward, and 300 for what wraps each of 33 groups: 8 µs each.
+
+    A host that computes itself does both in turn. On divided tensors an operation takes ten times as long to start.
+    """
     tiny = MicroBatch(1, 1, 1)
-    starting = 64 * 32 * 45 * 3 * 8e-6
+    starting = 64 * (32 * 45 * 3 + 300 * 33) * 8e-6
     assert predict(SHAPE, setting(), tiny, replace(H100, memory_bandwidth=1e18)).compute == pytest.approx(starting)
     alone = predict(SHAPE, setting(), BATCH, replace(H100, operation=0.0)).compute
     assert predict(SHAPE, setting(), BATCH, replace(H100, overlap=0.0)).compute == pytest.approx(alone + starting)
+    divided = predict(SHAPE, setting(num_workers=2, tp=2), tiny, replace(H100, memory_bandwidth=1e18)).compute
+    assert divided == pytest.approx(64 * (10 * 32 * 45 * 3 + 300 * 33) * 8e-6)
 
 
 def test_what_is_kept_on_the_host_has_to_travel() -> None:

@@ -237,6 +237,10 @@ class Strategy(ABC):
         ranks = setting.plan.dp * setting.plan.cp
         return [Traffic(2 * self.ring(setting) * size, ranks, True, setting.plan.tp, rings)]
 
+    def starts(self, setting: Setting, whole: Parameters) -> float:
+        """Return how many operations the host starts in a micro batch beside those of the model."""
+        return 0.0
+
     def part(self, setting: Setting) -> float:
         """Return the part of the optimizer's work that a rank does."""
         return 1.0
@@ -297,6 +301,10 @@ class Dimension(ABC):
     def knows_float64(self, setting: Setting) -> bool:
         """Tell whether what this degree adds can compute in float64."""
         return True
+
+    def slows(self, setting: Setting) -> float:
+        """Return how many times as long the host takes to start an operation of the model."""
+        return 1.0
 
     @abstractmethod
     def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:

@@ -67,6 +67,13 @@ class DDP(Strategy):
         share = mixed_share(setting, trained, accumulation, ranks=1, reshard=False, sync=False)
         return replace(share, weights=share.weights + whole.frozen)
 
+    def starts(self, setting: Setting, whole: Parameters) -> float:
+        if _plain(setting):
+            return 0.0
+        from trainers.strategies.fsdp2 import GROUP
+
+        return GROUP * (whole.blocks + 1)
+
     def gradient_divisor(self, setting: Setting) -> int:
         return setting.plan.dp if _plain(setting) else 1
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from trainers.layout import Layout
 
 
+GROUP = 300
+"""Operations that the host starts for a group's hooks in a micro batch: to cast, copy, gather, view, free and reduce.
+
+Of the size that measured steps of small models ask for (benchmarks/prediction.py)."""
+
+
 class FSDP2(Strategy):
     """`fully_shard` on every block and on the rest."""
 
@@ -99,6 +105,9 @@ class FSDP2(Strategy):
             size = 2 * part * sums * NATIVE.gradient * whole.trained / ranks
             found.append(Traffic(size, plan.dp_replicate, True, ranks * plan.tp, 2 * sums * groups))
         return found
+
+    def starts(self, setting: Setting, whole: Parameters) -> float:
+        return GROUP * (whole.blocks + 1)
 
     def part(self, setting: Setting) -> float:
         return 1 / (setting.plan.dp_shard * setting.plan.cp)

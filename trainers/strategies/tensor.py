@@ -34,6 +34,10 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
+DTENSOR = 10.0
+"""How many times as long an operation on divided tensors takes to start; as measured, see fsdp2's."""
+
+
 class Tensor(Dimension):
     """A plan of DTensor styles, over the `tp` dimension of the mesh."""
 
@@ -42,6 +46,9 @@ class Tensor(Dimension):
         if setting.system.strategy == "zero":
             rules.append(f"tp={tp} with strategy=zero: DeepSpeed's ZeRO is data parallel alone; use ddp or fsdp2")
         return rules + (_indivisible(tp, setting.shape) if setting.shape is not None else [])
+
+    def slows(self, setting: Setting) -> float:
+        return DTENSOR
 
     def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
         # A block gathers its tokens and scatters its sums twice, forward and backward, and once more to recompute.
