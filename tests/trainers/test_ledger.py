@@ -53,7 +53,7 @@ def test_the_logits_take_12_bytes_each_in_the_backward_pass() -> None:
 
 
 def test_lora_on_one_gpu_takes_what_was_published() -> None:
-    """Llama-3-8B, LoRA of rank 32 on q and v, bfloat16, one row of 512 tokens: 19.73 GB (litgpt, config_hub/finetune)."""
+    """Llama-3-8B, rank 32 on q and v, bfloat16, one row of 512 tokens: 19.73 GB (litgpt, config_hub/finetune)."""
     adapter = {"adapter": "lora", "lora_rank": 32, "lora_targets": "q_proj,v_proj"}
     found = peak(predict(LLAMA_8B, setting(LLAMA_8B, {}, **adapter), MicroBatch(1, 512, 512)))[1]
     assert found.total == pytest.approx(19.73e9, rel=0.03)
