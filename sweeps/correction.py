@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ PARTS = ("compute", "communication", "transfer", "optimizer")  # the bubble is c
 # How much the factors are held to the one that they have in common: few trials must not tell parts apart that are small
 # in all of them. In the same unit as a trial's squared relative error.
 HELD = 0.05
+LEAST = 0.1  # of the common factor
 
 
 @dataclass(frozen=True)
@@ -55,26 +57,35 @@ def learned(pairs: Sequence[tuple[StepTime, float]]) -> Correction:
     matrix = np.vstack([np.array(rows), pull * np.eye(len(PARTS)) / common])
     wanted = np.concatenate([np.ones(len(rows)), pull * np.ones(len(PARTS))])
     found, _ = nnls(matrix, wanted)
-    factors = {part: float(factor) for part, factor in zip(PARTS, found, strict=True)}
+    # None is for nothing: where a part was not seen to take time, others took its share.
+    factors = {part: max(float(factor), LEAST * common) for part, factor in zip(PARTS, found, strict=True)}
     correction = Correction(factors, len(pairs), _error(pairs), 0.0)
     return replace(correction, after=_error([(correction.apply(p), seconds) for p, seconds in pairs]))
 
 
 def measured(outcomes: Iterable[TrialOutcome], context: Context, machine: Machine) -> list[tuple[StepTime, float]]:
-    """Return the predicted and the measured step time of every trial that completed and was timed."""
+    """Return the predicted and the measured step time of every trial that was timed on devices like the machine's."""
     found = []
     for outcome in outcomes:
         setting = setting_of(outcome.config, context)
         if outcome.status != "COMPLETED" or outcome.result is None or setting is None or context.shape is None:
             continue
         result = TrialResult.from_json(outcome.result)
-        if result.speed is None or "step_time_s" not in outcome.metrics:
+        if result.speed is None or "step_time_s" not in outcome.metrics or not _alike(result, machine):
             continue
         rows = len(result.speed.window_seconds) * setting.learning.global_batch_size
         slots, targets = result.speed.slots / rows, result.speed.targets / rows
         batch = MicroBatch(setting.system.micro_batch_size, round(slots), round(targets))
         found.append((steptime.predict(context.shape, setting, batch, machine), outcome.metrics["step_time_s"]))
     return found
+
+
+def _alike(result: TrialResult, machine: Machine) -> bool:
+    """Tell whether a trial ran on devices with the machine's peak: a sweep runs on those that are there."""
+    if result.speed is None or result.speed.peak_flops is None:
+        return False
+    of_one = result.speed.peak_flops / result.num_workers
+    return any(math.isclose(of_one, peak, rel_tol=0.01) for peak in machine.peak_flops.values())
 
 
 def _part(predicted: StepTime, part: str) -> float:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Verdict = Literal["FITS", "AT_RISK", "OOM"]
 BOUND = 0.15  # relative: by how much the ledger has been off at most, against simulations of unseen configurations
 SIMULATION_BOUND = 0.05  # the same of simulations, against what real ranks took: benchmarks/prediction.py
+FRAGMENTED = 1.31  # times what is allocated: the most that published tables show reserved
 OUTSIDE_GIB, NCCL_GIB = 0.75, 0.75  # of a device outside torch's allocator: context and libraries; buffers of NCCL
 PROCESS_GIB = 3.0  # of host memory: a rank's interpreter, libraries and what CUDA maps
 MOST_RANKS = 4096
@@ -168,7 +169,10 @@ def correction_of(spec: SweepSpec, context: Context, cluster: ClusterPreset) -> 
     of_model = dataclasses.replace(context, shape=shape_of(space.validate(told, Path.cwd(), {})))
     pairs = correction.measured(journal.read(), of_model, machine(cluster))
     if not pairs:
-        raise UserError(f"corrected_by={spec.corrected_by}: no trial of {journal.sweep_id} completed and was timed")
+        raise UserError(
+            f"corrected_by={spec.corrected_by}: no trial of {journal.sweep_id} was timed on devices like "
+            f"those of cluster={spec.cluster}"
+        )
     return correction.learned(pairs)
 
 
@@ -182,30 +186,32 @@ def settled(
     """Return predictions of which those at risk, or all, were simulated."""
     shape = forecaster.context.shape
     assert shape is not None
-    cases: dict[int, list[Case]] = {}
-    for i, p in enumerate(predictions):
-        setting = setting_of(p.config, forecaster.context)
-        if setting is not None and (which == "all" or p.verdict == "AT_RISK"):
-            ranks = (0, setting.plan.world - 1) if setting.plan.pp > 1 else (0,)
-            cases[i] = [Case(shape, setting, batch_of(setting), rank, whole=True) for rank in ranks]
-    outcomes = iter(simulations.run([case for group in cases.values() for case in group], told))
     found = list(predictions)
-    for i, group in cases.items():
-        found[i] = simulated(found[i], group[0].setting, [next(outcomes) for _ in group], forecaster)
+    asked = [i for i, p in enumerate(predictions) if which == "all" or p.verdict == "AT_RISK"]
+    # Few blocks tell what is allocated, and that is often enough; all of them what is reserved, too.
+    for whole in (False, True):
+        cases: dict[int, list[Case]] = {}
+        for i in asked:
+            setting = setting_of(predictions[i].config, forecaster.context)
+            if setting is not None:
+                ranks = (0, setting.plan.world - 1) if setting.plan.pp > 1 else (0,)
+                cases[i] = [Case(shape, setting, batch_of(setting), rank, whole) for rank in ranks]
+        outcomes = iter(simulations.run([case for group in cases.values() for case in group], told))
+        for i, group in cases.items():
+            found[i] = simulated(predictions[i], group[0], [next(outcomes) for _ in group], forecaster)
+        asked = [i for i in cases if found[i].verdict == "AT_RISK" and not found[i].note]
     return found
 
 
-def simulated(
-    prediction: Prediction, setting: Setting, outcomes: Sequence[Outcome], forecaster: Forecaster
-) -> Prediction:
+def simulated(prediction: Prediction, case: Case, outcomes: Sequence[Outcome], forecaster: Forecaster) -> Prediction:
     """Return a prediction with what its simulated ranks came to; unchanged, with the reason, where one failed."""
     failed = next((o for o in outcomes if isinstance(o, str)), None)
     if failed is not None:
         return dataclasses.replace(prediction, note=f"not simulated: {failed}")
     peaks = [(m, phase) for o in outcomes if not isinstance(o, str) for phase, m in o.items()]
     most, phase = max(peaks, key=lambda peak: peak[0].allocated)
-    reserved = max(m.reserved for m, _ in peaks) / GIB
-    outside, capacity = outside_of(setting), forecaster.cluster.device_memory_gib
+    reserved = max(m.reserved for m, _ in peaks) / GIB if case.whole else most.allocated / GIB * FRAGMENTED
+    outside, capacity = outside_of(case.setting), forecaster.cluster.device_memory_gib
     if prediction.phase == "host memory":
         fits: Verdict = "OOM"
     elif reserved * (1 + SIMULATION_BOUND) + outside <= capacity:
@@ -275,7 +281,7 @@ def on_host(shape: ModelShape, setting: Setting, cluster: ClusterPreset) -> floa
     The copy is taken while a trial proves itself and rehearses. Weights are read in pieces, which the system caches and
     gives up where it must.
     """
-    kept = ledger.on_host(shape, setting) / GIB
+    kept = ledger.on_host(shape, setting, batch_of(setting)) / GIB
     return min(setting.plan.world, cluster.devices_per_node) * (PROCESS_GIB + kept)
 
 

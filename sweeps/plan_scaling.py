@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,9 +45,11 @@ def _steps(prediction: Prediction, model: str, forecaster: Forecaster) -> Iterat
     first = None
     least, batch = int(config["num_workers"]), int(config["global_batch_size"])
     parts = int(config.get("tp", 1)) * int(config.get("pp", 1)) * int(config.get("cp", 1))
+    split = 1 if config.get("pp_schedule") == "gpipe" else int(config.get("pp", 1))  # micro batches that it needs
     for n in itertools.takewhile(lambda n: n <= MOST_RANKS, (least * 2**i for i in itertools.count())):
-        # The same window as long as every rank has a micro batch of it; then a larger one, which learns otherwise.
-        rows = max(batch, n // parts * int(config["micro_batch_size"]))
+        # The same window as long as every rank has its micro batches of it; then a larger one, which learns otherwise.
+        rows = n // parts * int(config["micro_batch_size"])
+        rows *= max(split, math.ceil(batch / rows))
         larger = {**config, "num_workers": n, "global_batch_size": rows}
         if not may_run(model, larger, forecaster.context):
             continue

@@ -90,8 +90,14 @@ def key(case: Case) -> str:
 @cache
 def _versions() -> dict[str, str]:
     """Return the versions of the libraries that a simulation runs."""
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {name: installed.get(name, "") for name in LIBRARIES}
+    return {name: _version(name) for name in LIBRARIES}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @cache

@@ -44,12 +44,17 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch) -> dict[str,
     return max(stages, key=lambda phases: peak(phases)[1].total)
 
 
+def kept_of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
+    """Return the bytes that the forward pass of one block leaves for its backward pass, with what is recomputed."""
+    return _Ledger(shape, setting, batch)._kept()
+
+
 def of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
     """Return the bytes that the forward pass of one block keeps for its backward pass, nothing being recomputed."""
     return _Ledger(shape, setting, batch)._block()
 
 
-def on_host(shape: ModelShape, setting: Setting) -> float:
+def on_host(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
     """Return the bytes that a rank keeps in host memory: what is offloaded, and a copy of what is trained."""
     own = parameters(shape, setting)
     accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
@@ -57,9 +62,12 @@ def on_host(shape: ModelShape, setting: Setting) -> float:
     options = {name: "none" if name == "offload" else value for name, value in setting.options.items()}
     nothing_offloaded = dataclasses.replace(setting, system=dataclasses.replace(setting.system, options=options))
     whole, share = (strategy.share(s, own, accumulation) for s in (nothing_offloaded, setting))
+    activations = 0.0
+    if setting.system.offload_activations and setting.device == "cuda":
+        activations = _Ledger(shape, setting, batch, "first" if setting.plan.pp > 1 else "whole").on_host()
     copied = FLOAT32 * own.trained * whole.weights / max(FLOAT32 * own.trained + own.frozen, 1.0)
     offloaded = (whole.weights - share.weights, whole.gradients - share.gradients)
-    return copied + sum(offloaded) + whole.optimizer_state - share.optimizer_state
+    return copied + activations + sum(offloaded) + whole.optimizer_state - share.optimizer_state
 
 
 def parameters(shape: ModelShape, setting: Setting) -> Parameters:
@@ -97,6 +105,10 @@ class _Ledger:
         self.stage = stage
         self.hidden = self.tokens * shape.hidden_size / self.plan.tp  # numbers of a residual, divided over the tokens
         self.in_flight = self._in_flight()
+
+    def on_host(self) -> float:
+        """Return the bytes of activations that are kept in host memory where they are offloaded: all but a block's."""
+        return max(self.own.blocks * self.in_flight - 1, 0) * self._kept()
 
     def phases(self) -> dict[str, Accounts]:
         """Return the highest instant of each phase."""

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,9 +263,13 @@ class Simulator:
     """Processes of their own that simulate; a context manager. What ends one costs its task alone."""
 
     def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._pool = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama", "peft"])
-        self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_alone)
+        return ProcessPoolExecutor(self._processes, mp_context=context, initializer=_alone)
 
     def __enter__(self) -> Simulator:
         return self
@@ -278,7 +283,22 @@ class Simulator:
 
     def each(self, tasks: Sequence[Task]) -> Iterator[Simulated]:
         """Yield what each task came to, in order, as soon as it is known."""
-        return self._pool.map(attempt, tasks)
+        running = [self._pool.submit(attempt, task) for task in tasks]
+        for i, simulated in enumerate(running):
+            try:
+                found = simulated.result()
+            except BrokenProcessPool:  # one process ended, by which all tasks are lost
+                self._pool = self._new()
+                yield from map(self._by_itself, tasks[i:])
+                return
+            yield found
+
+    def _by_itself(self, task: Task) -> Simulated:
+        try:
+            return self._pool.submit(attempt, task).result()
+        except BrokenProcessPool:
+            self._pool = self._new()
+            return "the process that simulated it was ended, as by a machine that is short of memory"
 
 
 def _alone() -> None:
@@ -296,4 +316,4 @@ def attempt(task: Task) -> Simulated:
     except CannotSimulate as error:
         return str(error)
     except Exception as error:  # libraries on fake tensors raise anything; the closed form answers then
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

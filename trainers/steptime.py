@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainers import flops
 from trainers.flops import Rows, adapted
-from trainers.ledger import MicroBatch, of_block, parameters
+from trainers.ledger import MicroBatch, kept_of_block, parameters
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, Traffic, dimensions
 from trainers.strategies.pipeline import STAGES_OF_A_RANK, schedule
@@ -82,7 +82,7 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Mac
     alone = sum(seconds(t, machine) for t in travelling if not t.overlapped)
     left = max(0.0, machine.overlap * compute - beside)  # computing beside which nothing travels yet
     if setting.system.offload_activations:
-        on_host += 2 * micro_batches * own.blocks * of_block(shape, setting, batch)
+        on_host += 2 * micro_batches * own.blocks * kept_of_block(shape, setting, batch)
     transfer = max(0.0, on_host / (machine.link_to_host * OF_BANDWIDTH) - left)
     return StepTime(compute, alone + max(0.0, beside - machine.overlap * compute), bubble, transfer, optimizer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def plain(tokens: TrialData) -> TrialResult:
     return train_here(config(), tokens)
 
 
+def gently(job: TrialConfig) -> TrialConfig:
+    """Learn slowly: AdamW's steps make of the rounding of small gradients more than rounding, the more the longer."""
+    return replace(job, learning=replace(job.learning, learning_rate=1e-3))
+
+
+@pytest.fixture(scope="module")
+def gentle(tokens: TrialData) -> TrialResult:
+    return train_here(gently(config()), tokens)
+
+
 def losses(result: TrialResult) -> list[float]:
     return [value for u in result.updates for value in (u.loss, u.grad_norm)] + [e.loss for e in result.evaluations]
 
@@ -72,14 +83,14 @@ def test_the_record_of_a_job_against_its_data(plain: TrialResult, tokens: TrialD
 
 @pytest.mark.parametrize(("num_workers", "micro_batch_size"), [(1, 1), (1, 4), (2, 1), (2, 2)])
 def test_the_system_configuration_changes_nothing_of_what_is_learned(
-    num_workers: int, micro_batch_size: int, plain: TrialResult, tokens: TrialData, ranks: Ranks
+    num_workers: int, micro_batch_size: int, gentle: TrialResult, tokens: TrialData, ranks: Ranks
 ) -> None:
-    job = config(num_workers, micro_batch_size)
+    job = gently(config(num_workers, micro_batch_size))
     results = [train_here(job, tokens)] if num_workers == 1 else ranks(num_workers).run(train_here, job, tokens)
     for result in results:
-        assert losses(result) == pytest.approx(losses(plain), rel=ROUNDING)
-        assert result.fingerprints == plain.fingerprints
-        assert [(u.tokens, u.targets) for u in result.updates] == [(u.tokens, u.targets) for u in plain.updates]
+        assert losses(result) == pytest.approx(losses(gentle), rel=ROUNDING)
+        assert result.fingerprints == gentle.fingerprints
+        assert [(u.tokens, u.targets) for u in result.updates] == [(u.tokens, u.targets) for u in gentle.updates]
     assert len({(tuple(losses(r)), tuple(r.updates), tuple(r.memory.items())) for r in results}) == 1
 
 

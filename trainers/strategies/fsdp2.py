@@ -95,14 +95,15 @@ class FSDP2(Strategy):
         # Weights are gathered for the forward pass, and for the backward pass where they were let go of.
         gathers = 2 if setting.options.get("reshard_after_forward", True) else 1
         sums = micro_batches if setting.options.get("sync_each_batch", True) and setting.plan.pp == 1 else 1
-        sent = micro_batches * gathers * whole.in_use + sums * NATIVE.gradient * whole.trained
+        summed = reduced_width(setting, whole) * whole.trained
+        sent = micro_batches * gathers * whole.in_use + sums * summed
         plan, groups = setting.plan, whole.blocks + 1  # each of which gathers, and scatters, by itself
         ranks = plan.dp_shard * plan.cp
         rings = groups * (micro_batches * gathers + sums)
         found = [Traffic((ranks - 1) / ranks * sent, ranks, True, plan.tp, rings)]
         if plan.dp_replicate > 1:  # the sums of shards, over the copies of them
             part = (plan.dp_replicate - 1) / plan.dp_replicate
-            size = 2 * part * sums * NATIVE.gradient * whole.trained / ranks
+            size = 2 * part * sums * summed / ranks
             found.append(Traffic(size, plan.dp_replicate, True, ranks * plan.tp, 2 * sums * groups))
         return found
 
@@ -135,7 +136,7 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
     unreduced = NATIVE.gradient * whole.trained  # accumulated where they are not summed over ranks in between
     before = (gradients if sync else unreduced) if accumulation > 1 else 0.0
     some = whole.root_in_use + (2 * whole.block_in_use if reshard else whole.blocks * whole.block_in_use)
-    reduced = NATIVE.gradient if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
+    reduced = reduced_width(setting, whole)
     return Share(
         weights,
         NATIVE.state * whole.trained / ranks,
@@ -149,6 +150,11 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
         reducing_more=(whole.compute + reduced) * whole.trained_block,
         reducing_root=(whole.compute + (reduced if ranks_summed(setting) > 1 else 0)) * whole.trained_root,
     )
+
+
+def reduced_width(setting: Setting, whole: Parameters) -> int:
+    """Return in how many bytes a number of a gradient is sent."""
+    return NATIVE.gradient if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
 
 
 def ranks_summed(setting: Setting) -> int:
