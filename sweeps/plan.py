@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,13 +143,17 @@ def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: Non
     legal = [c for c in candidates if c.legal]
     configs = list(solved(spec, distinct([c.flat for c in legal]), forecaster))
     found = [p for config in configs if (p := forecaster.predict(config)) is not None]
+    pruned = distinct_candidates([c for c in candidates if not c.legal])
+    if not found:
+        rules = Counter(rule for c in pruned for rule in c.reasons)
+        raise UserError([f"no candidate is left to predict: {rule}" for rule, _ in rules.most_common(8)])
     runs = Path(spec.runs_dir).expanduser().resolve()
     if spec.simulate != "none":
         found = settled(found, spec.simulate, forecaster, Simulations(runs / ".simulations"), told)
     folder = runs / f"{spec.space}-plan"
     folder.mkdir(parents=True, exist_ok=True)
     found.sort(key=lambda p: (("FITS", "AT_RISK", "OOM").index(p.verdict), p.usd_per_million_tokens, p.point_gib))
-    plan = Plan(spec, forecaster, tuple(found), tuple(c for c in candidates if not c.legal), folder)
+    plan = Plan(spec, forecaster, tuple(found), tuple(pruned), folder)
     write(plan)
     return plan
 
@@ -238,7 +243,12 @@ def shape_of(spec: SweepSpec) -> ModelShape:
         return by_name[spec.model]
     config = Path(spec.model).expanduser() / "config.json"
     if config.is_file():
-        return ModelShape.from_hf_config(json.loads(config.read_text(encoding="utf-8")), spec.model)
+        try:
+            return ModelShape.from_hf_config(json.loads(config.read_text(encoding="utf-8")), spec.model)
+        except UserError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+            raise UserError(f"{config} is not a model's configuration: {error}") from None
     if spec.model == EMBEDDED:
         from trainers.embedded import model
 
@@ -255,6 +265,13 @@ def too_wide(candidate: Candidate, devices: int) -> Candidate:
         return candidate
     rule = f"num_workers={candidate.num_workers}: the cluster has {devices} GPUs"
     return dataclasses.replace(candidate, reasons=(*candidate.reasons, rule))
+
+
+def distinct_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return one of those whose configurations `distinct` would make one."""
+    flats = [c.flat for c in candidates]
+    by_config = {id(flat): c for flat, c in zip(flats, candidates, strict=True)}
+    return [by_config[id(flat)] for flat in distinct(flats)]
 
 
 def distinct(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -340,5 +357,6 @@ def values(axis: str, rest: Mapping[str, Any]) -> Iterator[int]:
 
 def write(plan: Plan) -> None:
     """Write a line for every prediction, and draw the accounts of the best."""
-    lines = [json.dumps(p.to_json()) + "\n" for p in plan.predictions]
+    of_plan = {"model": plan.spec.model, "cluster": plan.forecaster.cluster.name}
+    lines = [json.dumps({**of_plan, **p.to_json()}) + "\n" for p in plan.predictions]
     (plan.folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import FREE
-from sweeps.plan import BOUND, PROCESS_GIB, SIMULATION_BOUND, Plan, Prediction
+from sweeps.plan import BOUND, NCCL_GIB, OUTSIDE_GIB, PROCESS_GIB, SIMULATION_BOUND, Plan, Prediction
 from sweeps.plan_scaling import best_of_each, scaled
 from sweeps.wording import figure, words
 from trainers.result import GIB, Accounts
 
 MOST_ROWS = 40
 MOST_BARS = 24
-WIDE = 150  # columns of a terminal from which on the accounts have room
+WIDE, NARROW = 175, 110  # columns of a terminal: from where the accounts have room; below which less has
 SHORT = {
     "weights": "weights", "gradients": "grads", "optimizer_state": "optim", "activations": "activ", "temporary": "temp",
 }  # fmt: skip
@@ -38,11 +38,16 @@ def print_plan(plan: Plan) -> None:
         f"{plan.shape.name}, {plan.shape.num_parameters / 1e9:.2f}e9 parameters, on {cluster.name}: {capacity}"
     )
     axes = [name for name in varying([p.config for p in plan.predictions]) if name not in FREE]
+    same = [name for name in plan.predictions[0].config if name not in axes and name not in FREE]
+    console.print(Text(f"in all: {words(plan.predictions[0].config, same)}", style="dim"), soft_wrap=True)
     accounts = list(SHORT) if console.width >= WIDE else []
     heads = ["verdict", "GiB", "up to", "decides", *(SHORT[a] for a in accounts), "step s", "tokens/s", "USD/1M tokens"]
-    table = empty("configuration", *heads)
+    left_out = {"up to", "decides", "tokens/s"} if console.width < NARROW else set()
+    shown = [i for i, head in enumerate(["", *heads]) if head not in left_out]
+    table = empty("configuration", *(head for head in heads if head not in left_out))
     for p in plan.predictions[:MOST_ROWS]:
-        table.add_row(*row(p, axes, accounts))
+        cells = row(p, axes, accounts)
+        table.add_row(*(cells[i] for i in shown))
     console.print(table)
     if len(plan.predictions) > MOST_ROWS:
         console.print(f"… and {len(plan.predictions) - MOST_ROWS} more in predictions.jsonl")
@@ -94,7 +99,7 @@ def print_scaling(console: Console, plan: Plan, axes: Sequence[str]) -> None:
         ),
         "rings as NCCL models them: 3.4 µs a step within a node, 14 µs between nodes; no trees, no in-network sums",
         "batch: rows of an update. It grows where every GPU's micro batch asks for more: that learns otherwise",
-        "efficiency: tokens per second and GPU, against the first line",
+        "efficiency: tokens per second and GPU, over the first line's; above 100%: the optimizer is divided further",
     ):
         console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
 
@@ -123,8 +128,14 @@ def assumptions(plan: Plan) -> list[str]:
     risky = sum(p.verdict == "AT_RISK" and p.by == "ledger" and not p.note for p in plan.predictions)
     found = [
         "memory: every row is seq_len tokens long and all of them are targets, the worst that data can be",
-        f"up to: the closed form has been off by {BOUND:.0%} at most; FITS holds with it, OOM holds without it",
+        (
+            f"GiB: the accounts, and beside them {OUTSIDE_GIB:g} of context and libraries; with several GPUs "
+            f"{NCCL_GIB:g} of NCCL's buffers, too"
+        ),
+        f"up to: the closed form has been off by {BOUND:.0%}. FITS holds with so much more, OOM with so much less",
     ]
+    if plan.spec.solve == "num_workers":
+        found.append("num_workers: on as many nodes as it takes; where none fits, the most that the batch allows")
     if by["simulation"]:
         reserved = f"what torch's allocator would reserve, and {SIMULATION_BOUND:.0%}"
         found.append(f"up to, of the {by['simulation']} simulated: {reserved}")
@@ -166,6 +177,7 @@ def draw(plan: Plan, axes: Sequence[str]) -> None:
     plot.axvline(plan.forecaster.cluster.device_memory_gib, color="black", linestyle="--", label="the device's memory")
     plot.set_yticks(range(len(shown)), [words(p.config, axes) for p in shown], fontsize=7)
     plot.invert_yaxis()
-    plot.set_xlabel("GiB of a device, predicted")
+    plot.set_title(f"{plan.shape.name} on {plan.forecaster.cluster.name}: the first {len(shown)}", fontsize="medium")
+    plot.set_xlabel("GiB of a device, predicted, without context and NCCL")
     plot.legend(fontsize="small")
     drawing.savefig(plan.folder / "memory.png", dpi=120)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from sweeps import plan, space
+from sweeps import plan, run, space
 from sweeps.candidates import setting_of
 from sweeps.clusters import load_cluster
 from sweeps.correction import measured
 from sweeps.journal import Journal
 from sweeps.plan import Prediction, make_plan, on_host, settled
+from sweeps.plan_printed import print_plan
 from sweeps.plan_scaling import best_of_each, scaled
 from sweeps.simulations import Case, Outcome, Simulations, key
 from tests.sweeps.factories import make_outcome, make_result
@@ -200,3 +201,39 @@ def test_two_vocabulary_tables_are_reduced_in_one_buffer(tmp_path: Path) -> None
     assert buffer / GIB == pytest.approx(9.47, abs=0.01)
     temporary = ledger.predict(shape, setting, MicroBatch(1, 64, 64))["backward"].temporary
     assert temporary >= buffer
+
+
+def test_keys_of_a_plan_start_no_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["space=full", "solve=num_workers", "scaling=true", "corrected_by=latest", f"runs_dir={tmp_path}"]
+    assert run.main(words) == run.EXIT_BAD_INPUT
+    faults = capsys.readouterr().err.splitlines()
+    assert [fault.split(":")[1].strip() for fault in faults] == [
+        "solve=num_workers", "scaling=True", "corrected_by=latest"
+    ]  # fmt: skip
+    assert all("give plan=true, too" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("text", ['{"model_type":', "[]", '{"model_type": "llama", "hidden_size": "big"}'])
+def test_a_model_folder_with_a_broken_config_is_told_in_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json|hidden_size|missing"):
+        make_plan(spec_of(tmp_path, model=str(tmp_path)))
+
+
+def test_where_every_candidate_is_pruned_the_rules_are_the_answer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no candidate is left to predict: num_workers=16: the cluster has 8 GPUs"):
+        make_plan(spec_of(tmp_path, **{"system.num_workers": [16]}))
+
+
+def test_the_settings_that_all_share_and_the_cluster_are_with_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    made = make_plan(spec_of(tmp_path))
+    print_plan(made)
+    printed = capsys.readouterr().out
+    shared = next(line for line in printed.splitlines() if line.startswith("in all: fsdp2 "))
+    assert {"workers=8", "micro=1", "recompute=full"} <= set(shared.split())
+    assert "USD/1M tokens" in printed
+    line = json.loads((made.folder / "predictions.jsonl").read_text().splitlines()[0])
+    assert (line["model"], line["cluster"]) == ("Qwen/Qwen3-8B", "h100x8")
