@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import GIB, TrialResult
 from trainers.shape import ModelShape
-from trainers.simulate import Simulator, Task
+from trainers.simulate import Simulator
 from trainers.strategies import STRATEGIES, Setting
+from trainers.task import Task, highest
 from trainers.timing import peak_phase, summarize
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -95,9 +96,10 @@ def predictions(result: TrialResult, job: TrialConfig, shape: ModelShape | None,
         (simulated,) = simulator.run([Task(shape, setting, batch)])
     if isinstance(simulated, str):
         return {**found, "not_simulated": simulated}
-    for kind in ("allocated", "reserved"):
-        told = max(getattr(memory, kind) for memory in simulated.values())
-        real = max(getattr(memory.worst, kind) for memory in result.memory.values())
+    kinds: tuple[Literal["allocated", "reserved"], ...] = ("allocated", "reserved")
+    for kind in kinds:
+        told = highest(simulated, kind)
+        real = highest({name: phase.worst for name, phase in result.memory.items()}, kind)
         found |= {f"simulated_{kind}_gib": told / GIB, f"simulated_{kind}_error": told / real - 1}
     return found
 

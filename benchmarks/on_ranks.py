@@ -156,7 +156,7 @@ def measure(folder: str, row: Row) -> Measured:
     """
     setting, world = row.setting(), current("cpu")
     layout = Layout(setting.plan, world)
-    micro_batches = setting.plan.accumulation(setting.learning.global_batch_size, row.micro)
+    micro_batches = setting.micro_batches
     meter = MemoryMeter(torch.device("cpu"))
     begun = []
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)

@@ -3,10 +3,10 @@
 Run:    pip install -c requirements.lock -e '.[benchmarks]'
         python benchmarks/prediction.py               # about a quarter of an hour on 2 cores
         python benchmarks/prediction.py --rows 8      # a look; --part measured|published for one half
-Reads:  first, rows that are run here, on gloo ranks: the highest bytes of two updates as torch.profiler's memory events
+Reads:  first, rows that are run here, on gloo ranks: the highest bytes of an update as torch.profiler's memory events
         count them (the simulation counts in the dispatcher, which does not see what gloo copies: the events within
-        gloo's operations are an account of their own), beside the simulation's and the ledger's sum. `stored`: weights,
-        gradients and optimizer state, summed over the tensors that there are. Then peaks that others published, beside
+        gloo's operations are an account of their own), beside the simulation's and the ledger's sum. `stored`: weights
+        and optimizer state, summed over the tensors that there are. Then peaks that others published, beside
         what estimators say that count weights only. The last line is JSON: median and worst relative errors, the rank
         correlation of predicted with measured step time, and how many rows were refused, each with its reason above.
 """
@@ -29,10 +29,11 @@ if not __package__:
 
 from benchmarks import published
 from benchmarks.on_ranks import SHAPE, Ranks, Row, every_row
-from trainers import ledger, steptime
+from trainers import ledger, steptime, task
 from trainers.result import Accounts
-from trainers.simulate import Simulated, Simulator, Task
-from trainers.strategies import Setting, illegal
+from trainers.simulate import Simulator
+from trainers.strategies import illegal
+from trainers.task import Task
 
 
 def main() -> int:
@@ -91,18 +92,9 @@ def highest(simulator: Simulator, row: Row) -> int | str:
     setting = row.setting()
     if rules := illegal(setting):
         return rules[0]
-    found = simulator.run([Task(SHAPE, setting, row.batch(), rank) for rank in ends(setting)])
-    return next((f for f in found if isinstance(f, str)), None) or max(map(of_steps, found))
-
-
-def of_steps(simulated: Simulated) -> int:
-    assert not isinstance(simulated, str)
-    return max(memory.allocated for phase, memory in simulated.items() if phase not in ("load", "eval"))
-
-
-def ends(setting: Setting) -> list[int]:
-    """Return the ranks of which one holds most: the first and the last stage of a pipeline."""
-    return [0, setting.plan.world - 1] if setting.plan.pp > 1 else [0]
+    found = simulator.run([Task(SHAPE, setting, row.batch(), rank) for rank in task.ends(setting)])
+    refused = next((f for f in found if isinstance(f, str)), None)
+    return refused or max(task.highest(f, "allocated", "load", "eval") for f in found if not isinstance(f, str))
 
 
 def state(accounts: Accounts) -> int:

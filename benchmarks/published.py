@@ -15,8 +15,8 @@ from trainers.config import LearningConfig, SystemConfig, from_tree
 from trainers.ledger import MicroBatch
 from trainers.result import GIB
 from trainers.shape import ModelShape
-from trainers.simulate import Simulated, Task
 from trainers.strategies import STRATEGIES, Setting
+from trainers.task import Simulated, Task, highest
 
 LLAMA_3_8B = ModelShape("Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False)
 LLAMA_3_3B = ModelShape("Llama-3.2-3B", "llama", 3072, 8192, 28, 24, 8, 128, 128256, 131072, True)
@@ -136,7 +136,6 @@ def compared(row: Published, found: Simulated) -> dict[str, Any]:
     }  # fmt: skip
     if isinstance(found, str):
         return {**figures, "refused": found}
-    steps = [memory for phase, memory in found.items() if phase != "load"]
-    allocated, reserved = (max(getattr(m, kind) for m in steps) / GIB for kind in ("allocated", "reserved"))
+    allocated, reserved = highest(found, "allocated", "load") / GIB, highest(found, "reserved", "load") / GIB
     like = reserved if row.kind == "reserved" else allocated
     return {**figures, "allocated": allocated, "reserved": reserved, "error": like / row.gib - 1}

@@ -140,7 +140,7 @@ def _of_memory(outcome: TrialOutcome, shape: ModelShape | None) -> Iterator[Advi
         return
     phase = peak[0]
     accounts = measured.memory[phase].worst.accounts
-    largest = max(Accounts.names(), key=lambda name: getattr(accounts, name))
+    largest = accounts.largest
     share = getattr(accounts, largest) / max(accounts.total, 1)
     binds = f"{_words(largest)} in {_words(phase)} ({share:.0%} of the peak)"
     for change, text, factor in _changes(outcome.config, largest, shape):

@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import FREE
-from sweeps.plan import BOUND, NCCL_GIB, OUTSIDE_GIB, PROCESS_GIB, SIMULATION_BOUND, Plan, Prediction
+from sweeps.forecast import BOUND, HOST, NCCL_GIB, OUTSIDE_GIB, PROCESS_GIB, Prediction
+from sweeps.plan import Plan
 from sweeps.plan_scaling import best_of_each, scaled
+from sweeps.settling import SIMULATION_BOUND
 from sweeps.wording import figure, words
 from trainers.result import GIB, Accounts
 
@@ -107,7 +109,7 @@ def print_scaling(console: Console, plan: Plan, axes: Sequence[str]) -> None:
 def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str | Text]:
     """Return a prediction as cells; memory in GiB."""
     sizes = (f"{getattr(p.accounts, name) / GIB:.1f}" for name in accounts)
-    decides = p.phase if p.phase == "host memory" else f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
+    decides = HOST if p.phase == HOST else f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
     times = (figure(p.step_time_s), figure(p.tokens_per_second), figure(p.usd_per_million_tokens))
     name = words(p.config, axes)
     return [

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sweeps.candidates import may_run
-from sweeps.plan import MOST_RANKS, Forecaster, Prediction
+from sweeps.forecast import Forecaster, Prediction
+from sweeps.plan import MOST_RANKS
 
 DEGREES = ("strategy", "zero_stage", "tp", "pp", "cp")
 

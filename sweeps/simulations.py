@@ -7,60 +7,44 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainers.ledger import MicroBatch
 from trainers.result import Accounts, RankMemory
-from trainers.shape import ModelShape
-from trainers.strategies import Setting
+from trainers.task import Simulated, Task
 
 MOST_PROCESSES = 8  # each holds the libraries, about a GiB
 LIBRARIES = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One rank of a candidate to simulate; `whole`: all its blocks, which also tells what is reserved."""
-
-    shape: ModelShape
-    setting: Setting
-    batch: MicroBatch
-    rank: int
-    whole: bool
-
-
-Outcome = Mapping[str, RankMemory] | str
-"""The peak of each phase, or why there is none."""
-
-
 class Simulations:
-    """Outcomes in a folder, and processes that make what is missing."""
+    """Simulateds in a folder, and processes that make what is missing."""
 
     def __init__(self, folder: Path, processes: int | None = None) -> None:
         self._folder = folder
         self._processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
 
-    def run(self, cases: Sequence[Case], done: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
-        """Return what each case comes to, in order; `done` is told how many of the missing ones there are."""
-        keys = [key(case) for case in cases]
+    def run(self, tasks: Sequence[Task], done: Callable[[int, int], None] = lambda *_: None) -> list[Simulated]:
+        """Return what each task comes to, in order; `done` is told how many of the missing ones there are."""
+        keys = [key(task) for task in tasks]
         found = {k: outcome for k in dict.fromkeys(keys) if (outcome := self._read(k)) is not None}
-        missing = [(k, c) for k, c in dict(zip(keys, cases, strict=True)).items() if k not in found]
+        missing = [(k, task) for k, task in dict(zip(keys, tasks, strict=True)).items() if k not in found]
         if missing:
-            from trainers.simulate import Simulator, Task
+            from trainers.simulate import Simulator
 
-            tasks = [Task(c.shape, c.setting, c.batch, c.rank, c.whole) for _, c in missing]
             done(0, len(missing))
             with Simulator(min(self._processes, len(missing))) as simulator:
-                for i, ((k, _), outcome) in enumerate(zip(missing, simulator.each(tasks), strict=True)):
+                for i, ((k, _), outcome) in enumerate(
+                    zip(missing, simulator.each([task for _, task in missing]), strict=True)
+                ):
                     found[k] = outcome
                     self._write(k, outcome)
                     done(i + 1, len(missing))
         return [found[k] for k in keys]
 
-    def _read(self, name: str) -> Outcome | None:
+    def _read(self, name: str) -> Simulated | None:
         path = self._folder / f"{name}.json"
         if not path.is_file():
             return None
@@ -70,7 +54,7 @@ class Simulations:
         except (ValueError, TypeError, KeyError, AttributeError):  # cut off by a crash: made again
             return None
 
-    def _write(self, name: str, outcome: Outcome) -> None:
+    def _write(self, name: str, outcome: Simulated) -> None:
         if isinstance(outcome, str):
             return  # another version may be able to
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +62,9 @@ class Simulations:
         (self._folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
-def key(case: Case) -> str:
-    """Return the hash of a case, of the libraries' versions and of the code that is simulated."""
-    told: dict[str, Any] = {**dataclasses.asdict(case), "versions": _versions(), "code": _code()}
+def key(task: Task) -> str:
+    """Return the hash of a task, of the libraries' versions and of the code that is simulated."""
+    told: dict[str, Any] = {**dataclasses.asdict(task), "versions": _versions(), "code": _code()}
     del told["shape"]["name"], told["setting"]["shape"]
     for free in ("learning_rate", "seed"):
         told["setting"]["learning"].pop(free, None)

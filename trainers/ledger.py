@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from trainers.flops import adapted
 from trainers.result import Accounts
 from trainers.shape import ModelShape
-from trainers.strategies import STRATEGIES, Parameters, Setting, Share
+from trainers.strategies import BYTES, STRATEGIES, Parameters, Setting, Share
 
 FLOAT32 = 4
-BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
 NF4 = 0.5 + 1 / 64 + FLOAT32 / (64 * 256)  # bytes a weight: 4 bits, a scale of a byte for 64, one of those for 256
 
 
@@ -45,23 +44,17 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch) -> dict[str,
 
 
 def kept_of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
-    """Return the bytes that the forward pass of one block leaves for its backward pass, with what is recomputed."""
+    """Return the bytes that the forward pass of one block leaves for its backward pass, recomputed or not."""
     return _Ledger(shape, setting, batch)._kept()
-
-
-def of_block(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
-    """Return the bytes that the forward pass of one block keeps for its backward pass, nothing being recomputed."""
-    return _Ledger(shape, setting, batch)._block()
 
 
 def on_host(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
     """Return the bytes that a rank keeps in host memory: what is offloaded, and a copy of what is trained."""
     own = parameters(shape, setting)
-    accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
     strategy = STRATEGIES[setting.system.strategy]
     options = {name: "none" if name == "offload" else value for name, value in setting.options.items()}
     nothing_offloaded = dataclasses.replace(setting, system=dataclasses.replace(setting.system, options=options))
-    whole, share = (strategy.share(s, own, accumulation) for s in (nothing_offloaded, setting))
+    whole, share = (strategy.share(s, own, s.micro_batches) for s in (nothing_offloaded, setting))
     activations = 0.0
     if setting.system.offload_activations and setting.device == "cuda":
         activations = _Ledger(shape, setting, batch, "first" if setting.plan.pp > 1 else "whole").on_host()
@@ -73,7 +66,7 @@ def on_host(shape: ModelShape, setting: Setting, batch: MicroBatch) -> float:
 def parameters(shape: ModelShape, setting: Setting) -> Parameters:
     """Return the parameters of the rank that holds most, before the data-parallel method divides them."""
     learning, plan = setting.learning, setting.plan
-    compute, stored = BYTES[setting.compute_dtype], BYTES[setting.weight_dtype]
+    compute, stored = setting.width, BYTES[setting.weight_dtype]
     blocks, block = math.ceil(shape.num_hidden_layers / plan.pp), shape.num_block_parameters
     table = shape.vocab_size * shape.hidden_size
     # Of a pipeline the last stage has the output head, the first the embedding: one of them, or both without.
@@ -91,10 +84,10 @@ class _Ledger:
 
     def __init__(self, shape: ModelShape, setting: Setting, batch: MicroBatch, stage: str = "whole") -> None:
         self.shape, self.setting, self.batch = shape, setting, batch
-        self.plan, self.e = setting.plan, BYTES[setting.compute_dtype]
+        self.plan, self.e = setting.plan, setting.width
         self.full = setting.learning.adapter == "full"
         self.targets = adapted(setting.learning)
-        self.accumulation = self.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+        self.accumulation = setting.micro_batches
         self.own = parameters(shape, setting)
         self.share: Share = STRATEGIES[setting.system.strategy].share(setting, self.own, self.accumulation)
         multiple = self.plan.cp * self.plan.tp

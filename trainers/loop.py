@@ -62,8 +62,7 @@ def train(
     setting = Setting(learning, system, plan, shape(config.model, config.model_revision), world.device.type)
     layout = Layout(plan, world)
     assert plan.world == world.size, f"the plan needs {plan.world} ranks, the job has {world.size}"
-    # raises where it does not divide
-    accumulation = plan.accumulation(learning.global_batch_size, system.micro_batch_size)
+    accumulation = setting.micro_batches  # raises where it does not divide
 
     # 1. What will be consumed: every rank knows all windows, and so all token counts, in advance.
     samples = data.train.samples()

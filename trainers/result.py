@@ -98,6 +98,11 @@ class Accounts:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer_state + self.activations + self.temporary
 
+    @property
+    def largest(self) -> Account:
+        """The account that holds most."""
+        return max(self.names(), key=lambda name: int(getattr(self, name)))
+
     def filled(self, total: int) -> Accounts:
         """Return these with as much more that is temporary as makes `total`: what no account was seen to hold."""
         return dataclasses.replace(self, temporary=max(0, self.temporary + total - self.total))

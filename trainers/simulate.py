@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +39,7 @@ from trainers.result import RankMemory
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting
 from trainers.strategies.pipeline import number_of_stages
+from trainers.task import Simulated, Task
 from trainers.token_loss import Batch, keeps_heads
 from trainers.weights import Weights
 
@@ -105,7 +105,6 @@ def _traced(shape: ModelShape, setting: Setting, batch: MicroBatch, rank: int) -
 def _stepped(folder: str, setting: Setting, layout: Layout, batch: MicroBatch, meter: MemoryMeter) -> list[MemoryTrace]:
     traces: list[MemoryTrace] = []
     meter.keep = traces.append
-    accumulation = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
     made: list[Engine] = []
     with ExitStack() as fake, ExitStack() as loading:
 
@@ -121,7 +120,7 @@ def _stepped(folder: str, setting: Setting, layout: Layout, batch: MicroBatch, m
         for i, part in enumerate(getattr(made[0], "parts", (made[0].module,))):
             depth.mark(part, str(i), meter)
         with meter.tracing(made[0].owned):
-            for steps in (1, min(2, accumulation)):
+            for steps in (1, min(2, setting.micro_batches)):
                 made[0].step([imagined(batch, setting) for _ in range(steps)], 1, meter)
             with meter.phase("eval"):
                 made[0].evaluate([imagined(batch, setting)])
@@ -241,22 +240,6 @@ class Buckets(nn.Module):
 
 def _offloads(setting: Setting) -> bool:
     return setting.options.get("offload") not in (None, "none")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One rank of one configuration to simulate."""
-
-    shape: ModelShape
-    setting: Setting
-    batch: MicroBatch
-    rank: int = 0
-    whole: bool = True
-    """all blocks, and not an extrapolation from few"""
-
-
-Simulated = dict[str, RankMemory] | str
-"""The peak of each phase, or why there is none."""
 
 
 class Simulator:

@@ -142,8 +142,7 @@ class Pipeline(Runner):
         self._count, self._indices = number_of_stages(setting), indices(setting, layout)
         self._group = layout.mesh["pp"].get_group()
         self._embedding = tied_embedding(built.model)
-        learning, system = setting.learning, setting.system
-        self._micro_batches = setting.plan.accumulation(learning.global_batch_size, system.micro_batch_size)
+        self._micro_batches = setting.micro_batches
         self._shape: tuple[int, int, int] | None = None
         self._schedule: Any = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []

@@ -68,7 +68,7 @@ class StepTime:
 def predict(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Machine) -> StepTime:
     """Return the seconds of an update whose micro batches are all `batch`, on the busiest rank."""
     plan, own = setting.plan, parameters(shape, setting)
-    micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
+    micro_batches = setting.micro_batches
     compute = micro_batches * _micro_batch(shape, setting, batch, machine)
     # Narayanan et al. 2021: (p - 1) / m of the computing, less by as many as a rank has stages.
     bubble = compute * (plan.pp - 1) / (micro_batches * STAGES_OF_A_RANK[schedule(setting)])

@@ -21,8 +21,9 @@ from trainers.memory_trace import MemoryTrace
 from trainers.ranks import current
 from trainers.result import Accounts, RankMemory
 from trainers.shape import ModelShape
-from trainers.simulate import Simulator, Task, imagined
+from trainers.simulate import Simulator, imagined
 from trainers.strategies import STRATEGIES, Setting, illegal
+from trainers.task import Task, ends
 
 Ranks = Callable[[int], RankPool]
 BATCH = MicroBatch(rows=4, tokens=96, heads=40)
@@ -191,8 +192,7 @@ def unseen(
 def simulated(simulator: Simulator, drawn: Sequence[tuple[ModelShape, Setting, MicroBatch]]) -> Iterator[int]:
     """Yield the bytes at the peak of the rank that holds most: of a pipeline the first or the last."""
     for shape, one, batch in drawn:
-        ranks = {0, one.plan.world - 1} if one.plan.pp > 1 else {0}
-        found = simulator.run([Task(shape, one, batch, rank) for rank in ranks])
+        found = simulator.run([Task(shape, one, batch, rank) for rank in ends(one)])
         assert not any(isinstance(peaks, str) for peaks in found), found
         yield max(memory.allocated for peaks in found for memory in peaks.values())  # type: ignore[union-attr]
 

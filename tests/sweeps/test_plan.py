@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sweeps import run, space
-from sweeps.plan import Plan, make_plan, verdict
+from sweeps.forecast import verdict
+from sweeps.plan import Plan, make_plan
 from sweeps.plan_printed import SHORT, row
 from trainers.errors import UserError
 

@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 
-from sweeps import plan, run, space
+from sweeps import forecast, run, space
 from sweeps.candidates import setting_of
 from sweeps.clusters import load_cluster
 from sweeps.correction import measured
+from sweeps.forecast import Prediction, on_host
 from sweeps.journal import Journal
-from sweeps.plan import Prediction, make_plan, on_host, settled
+from sweeps.plan import make_plan
 from sweeps.plan_printed import print_plan
 from sweeps.plan_scaling import best_of_each, scaled
-from sweeps.simulations import Case, Outcome, Simulations, key
+from sweeps.settling import settled
+from sweeps.simulations import Simulations, key
 from tests.sweeps.factories import make_outcome, make_result
 from trainers import ledger, steptime
 from trainers.errors import UserError
 from trainers.ledger import MicroBatch
 from trainers.result import GIB, Accounts, RankMemory, Speed
 from trainers.shape import ModelShape
+from trainers.task import Simulated, Task
 
 ONE = {
     "cluster": "h100x8", "model": "Qwen/Qwen3-8B", "system.num_workers": [8], "system.strategy": ["fsdp2"],
@@ -40,12 +43,12 @@ def spec_of(folder: Path, **more: Any) -> Any:
 class Told(Simulations):
     """Simulations whose outcomes are known."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: Simulated) -> None:
         super().__init__(Path("nowhere"), 1)
         self._outcomes = outcomes
 
-    def run(self, cases: Sequence[Case], done: Callable[[int, int], None] = lambda *_: None) -> list[Outcome]:
-        return list(self._outcomes[: len(cases)])
+    def run(self, tasks: Sequence[Task], done: Callable[[int, int], None] = lambda *_: None) -> list[Simulated]:
+        return list(self._outcomes[: len(tasks)])
 
 
 def peaks(allocated: float, reserved: float) -> dict[str, RankMemory]:
@@ -62,7 +65,7 @@ def peaks(allocated: float, reserved: float) -> dict[str, RankMemory]:
         (peaks(81.8, 82.0), "OOM"),
     ],
 )
-def test_a_simulation_settles_a_risk_by_what_is_reserved(outcome: Outcome, verdict: str, tmp_path: Path) -> None:
+def test_a_simulation_settles_a_risk_by_what_is_reserved(outcome: Simulated, verdict: str, tmp_path: Path) -> None:
     """Few blocks tell no more than what is allocated: 31 % more may be reserved."""
     found = make_plan(spec_of(tmp_path))
     (risky,) = (dataclasses.replace(p, verdict="AT_RISK") for p in found.predictions)
@@ -99,16 +102,16 @@ def test_what_a_simulation_follows_from_is_its_key(tmp_path: Path) -> None:
     found = make_plan(spec_of(tmp_path))
     setting = setting_of(found.predictions[0].config, found.forecaster.context)
     assert setting is not None
-    case = Case(found.shape, setting, MicroBatch(1, 64, 64), 0, whole=True)
+    task = Task(found.shape, setting, MicroBatch(1, 64, 64), 0, whole=True)
     faster = dataclasses.replace(setting.learning, learning_rate=1.0)
-    assert key(case) == key(dataclasses.replace(case, setting=dataclasses.replace(setting, learning=faster)))
+    assert key(task) == key(dataclasses.replace(task, setting=dataclasses.replace(setting, learning=faster)))
     others = (
-        dataclasses.replace(case, rank=1),
-        dataclasses.replace(case, batch=MicroBatch(1, 64, 63)),
-        dataclasses.replace(case, shape=dataclasses.replace(found.shape, num_hidden_layers=2)),
-        dataclasses.replace(case, setting=dataclasses.replace(setting, device="cpu")),
+        dataclasses.replace(task, rank=1),
+        dataclasses.replace(task, batch=MicroBatch(1, 64, 63)),
+        dataclasses.replace(task, shape=dataclasses.replace(found.shape, num_hidden_layers=2)),
+        dataclasses.replace(task, setting=dataclasses.replace(setting, device="cpu")),
     )
-    assert len({key(case), *map(key, others)}) == 5
+    assert len({key(task), *map(key, others)}) == 5
 
 
 def speed(seconds: float, length: int, rows: int, peak: float | None = 8 * 9.894e14) -> Speed:
@@ -127,7 +130,7 @@ def test_measured_trials_correct_the_times_of_a_plan(tmp_path: Path) -> None:
     setting = setting_of(config, context)
     assert setting is not None
     cluster = load_cluster("h100x8")
-    predicted = steptime.predict(before.shape, setting, plan.batch_of(setting), plan.machine(cluster)).total
+    predicted = steptime.predict(before.shape, setting, forecast.batch_of(setting), forecast.machine(cluster)).total
     timed = speed(2 * predicted, setting.learning.seq_len, setting.learning.global_batch_size)
     journal = Journal.create(spec.model_copy(update={"plan": False}))
     journal.append(
@@ -142,7 +145,7 @@ def test_measured_trials_correct_the_times_of_a_plan(tmp_path: Path) -> None:
         make_outcome(metrics={"step_time_s": 99.0}, config=dict(config), result=elsewhere.to_json(), trial_id="002")
     )
     journal.append(make_outcome(trial_id="001", status="OOM", config=dict(config)))
-    ((found, seconds),) = measured(journal.outcomes, context, plan.machine(cluster))
+    ((found, seconds),) = measured(journal.outcomes, context, forecast.machine(cluster))
     assert found.total == pytest.approx(predicted)
     assert seconds == pytest.approx(2 * predicted)
     journal.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainers.config import LearningConfig, SystemConfig, from_tree
-from trainers.ledger import MicroBatch, of_block, parameters, peak, predict
+from trainers.ledger import MicroBatch, kept_of_block, parameters, peak, predict
 from trainers.shape import ModelShape
 from trainers.strategies import NATIVE, STRATEGIES, Setting
 
@@ -37,10 +37,10 @@ def test_what_a_block_keeps_per_token() -> None:
 
     Qwen3-0.6B 71,848, with its norms of queries and keys: 6 q + 6 k + 4 heads + 4 key-value heads.
     """
-    assert of_block(LLAMA_8B, setting(LLAMA_8B, {}), TOKEN) == 200_840
-    assert of_block(QWEN_600M, setting(QWEN_600M, {}), TOKEN) == 71_848
+    assert kept_of_block(LLAMA_8B, setting(LLAMA_8B, {}), TOKEN) == 200_840
+    assert kept_of_block(QWEN_600M, setting(QWEN_600M, {}), TOKEN) == 71_848
     # Of an adapter's base no weight is trained: what norms scale is not kept. 12 h, and 14 r of the adapters.
-    lora = of_block(LLAMA_8B, setting(LLAMA_8B, {}, adapter="lora", lora_rank=8), TOKEN)
+    lora = kept_of_block(LLAMA_8B, setting(LLAMA_8B, {}, adapter="lora", lora_rank=8), TOKEN)
     assert lora == 200_840 - 4 * 4096 + 14 * 8
 
 

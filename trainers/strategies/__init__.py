@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from trainers.shape import ModelShape
 
 
+BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""of a number"""
+
+
 @dataclass(frozen=True)
 class Option:
     """A setting that exists only with its owner: a conditional axis of the search space."""
@@ -71,6 +75,16 @@ class Setting:
         """The dtype in which the base's weights are kept: float32 where they are trained in half precision."""
         trained = self.learning.adapter == "full"
         return "float32" if trained and self.compute_dtype == "bfloat16" else self.compute_dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in computing."""
+        return BYTES[self.compute_dtype]
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro batches a rank has in an update. Raises ValueError where they do not divide it."""
+        return self.plan.accumulation(self.learning.global_batch_size, self.system.micro_batch_size)
 
     @property
     def options(self) -> Mapping[str, Scalar]:

@@ -54,14 +54,13 @@ class Context(Dimension):
 
     def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
         # Ulysses exchanges queries, keys, values and what comes out, all-gather keys and values of all ranks; and back.
-        plan, width = setting.plan, 2 if setting.compute_dtype == "bfloat16" else 4
+        plan = setting.plan
         exchanged = 2 * shape.query_size + 2 * shape.key_value_size
         gathered = 2 * shape.key_value_size * plan.cp
         numbers = exchanged if method(setting) == "ulysses" else gathered
         blocks = shape.num_hidden_layers / plan.pp
-        sent = 2 * (plan.cp - 1) / plan.cp * blocks * tokens * numbers / plan.tp * width
-        micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
-        return Traffic(sent, plan.cp, overlapped=False, stride=plan.tp, rings=4 * blocks * micro_batches)
+        sent = 2 * (plan.cp - 1) / plan.cp * blocks * tokens * numbers / plan.tp * setting.width
+        return Traffic(sent, plan.cp, overlapped=False, stride=plan.tp, rings=4 * blocks * setting.micro_batches)
 
     def knows_float64(self, setting: Setting) -> bool:
         return method(setting) != "ring"  # whose kernels have none

@@ -41,11 +41,9 @@ class Pipeline(Dimension):
 
     def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
         # Hidden states to the next stage, and their gradients back.
-        width = 2 if setting.compute_dtype == "bfloat16" else 4
-        sent = 2 * STAGES_OF_A_RANK[schedule(setting)] * tokens * shape.hidden_size / setting.plan.tp * width
-        plan = setting.plan
-        micro_batches = plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
-        sends = 2 * STAGES_OF_A_RANK[schedule(setting)] * micro_batches
+        plan, passes = setting.plan, 2 * STAGES_OF_A_RANK[schedule(setting)]
+        sent = passes * tokens * shape.hidden_size / plan.tp * setting.width
+        sends = passes * setting.micro_batches
         return Traffic(sent, plan.pp, overlapped=True, stride=plan.world // plan.pp, sends=sends)
 
     def apply(self, model: nn.Module, setting: Setting, layout: Layout) -> None:

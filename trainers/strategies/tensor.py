@@ -53,12 +53,10 @@ class Tensor(Dimension):
     def traffic(self, setting: Setting, shape: ModelShape, tokens: float) -> Traffic:
         # A block gathers its tokens and scatters its sums twice, forward and backward, and once more to recompute.
         passes = 2 if setting.system.activation_checkpointing == "none" else 3
-        width = 2 if setting.compute_dtype == "bfloat16" else 4
         blocks = shape.num_hidden_layers / setting.plan.pp
         tp = setting.plan.tp
-        sent = (tp - 1) / tp * 4 * passes * blocks * tokens * shape.hidden_size * width
-        micro_batches = setting.plan.accumulation(setting.learning.global_batch_size, setting.system.micro_batch_size)
-        return Traffic(sent, tp, overlapped=False, rings=4 * passes * blocks * micro_batches)
+        sent = (tp - 1) / tp * 4 * passes * blocks * tokens * shape.hidden_size * setting.width
+        return Traffic(sent, tp, overlapped=False, rings=4 * passes * blocks * setting.micro_batches)
 
     def multiple(self, setting: Setting) -> int:
         return setting.plan.tp * setting.plan.cp  # each part of a sequence that context parallelism makes is divided
