@@ -56,15 +56,15 @@ class Advice:
     """whether that trial was no better"""
 
 
-Ledger = Callable[[Config, TrialOutcome], Accounts | None]
-"""The accounts at the peak of a configuration, with rows as long as a trial has run; None where they cannot be told."""
+Ledger = Callable[[Config], Accounts | None]
+"""The accounts at the peak of a configuration; None where they cannot be told."""
 
 
 def advise(
     outcomes: Sequence[TrialOutcome],
     shape: ModelShape | None,
     legal: Callable[[Config], bool] = lambda _: True,
-    ledger: Ledger = lambda *_: None,
+    ledger: Ledger = lambda _: None,
 ) -> list[Advice]:
     """Return for each trial that ran or ran out of memory the first change to try, for memory and for speed.
 
@@ -74,19 +74,16 @@ def advise(
     return [
         advice
         for o in trials
-        for ways in (_by_ledger(_of_memory(o, shape), o, trials, ledger), _of_time(o))
+        for ways in (_by_ledger(_of_memory(o, shape), o, ledger), _of_time(o))
         for advice in _up_to_the_first_open(ways, o, trials, legal, drift)
     ]
 
 
-def _by_ledger(
-    ways: Iterable[Advice], outcome: TrialOutcome, trials: Sequence[TrialOutcome], ledger: Ledger
-) -> Iterator[Advice]:
+def _by_ledger(ways: Iterable[Advice], outcome: TrialOutcome, ledger: Ledger) -> Iterator[Advice]:
     """Yield advice on memory with what the ledger expects: of a trial that ran in proportion to what it took."""
-    ran = outcome if outcome.result else next((o for o in trials if o.result), None)  # for the data's lengths
+    before = ledger(outcome.config)
     for advice in ways:
-        after = ledger(changed(outcome.config, advice.change), ran) if advice.change and ran is not None else None
-        before = ledger(outcome.config, ran) if ran is not None else None
+        after = ledger(changed(outcome.config, advice.change)) if advice.change else None
         if after is not None and before:
             peak = outcome.metrics.get(PEAK)
             advice = replace(advice, expected=after.total / before.total * peak if peak else after.total / GIB)

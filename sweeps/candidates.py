@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sweeps.spec import Axis, SweepSpec, axes
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
@@ -17,6 +17,10 @@ from trainers.errors import UserError
 from trainers.plan import Plan
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, illegal
+
+if TYPE_CHECKING:
+    from sweeps.workload import Workload
+    from trainers.steptime import Machine
 
 DERIVED = {"gradient_accumulation_steps"}
 """Names in a trial's configuration that follow from others."""
@@ -36,6 +40,7 @@ class Cluster:
     device: str  # cuda or cpu
     workers: int  # ranks that fit side by side
     description: str
+    accelerator: str = ""  # a part of the GPUs' name, as H100; empty: not known
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Context:
     shape: ModelShape | None
     positions: int | None  # the longest input that the model's positions reach; None: not known
     launcher: str
+    workload: Workload | None = None  # what is predicted for; without it nothing is
+    machine: Machine | None = None
 
 
 def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:

@@ -238,6 +238,7 @@ class SweepDesk:
         if measured is None:
             fault = ending.fault
             assert fault is not None, "an ending has a result or a fault"
+            oom = fault.status == "OOM"
             return TrialOutcome(
                 **known,
                 status=fault.status,
@@ -247,6 +248,7 @@ class SweepDesk:
                 phase=fault.phase,
                 rank=fault.rank,
                 traceback=fault.traceback,
+                metrics=predict.figures(known["config"], self.context) if oom else {},
             )
         if different := drift(job.config, measured.effective_config):
             return TrialOutcome(
@@ -262,7 +264,7 @@ class SweepDesk:
             figures = {name: value for name, value in figures.items() if name not in LEARNED}
         else:
             figures |= cost.quality_figures(measured, self.target, self.prices)
-        figures |= predict.figures(known["config"], measured, self.context)
+        figures |= predict.figures(known["config"], self.context)
         figures |= self._start_up(job, known["ended_at"], measured)
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}

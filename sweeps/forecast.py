@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sweeps.candidates import Context, setting_of
+from sweeps.candidates import Context
 from sweeps.clusters import ClusterPreset
-from trainers import ledger, steptime
+from sweeps.predict import predict
+from trainers import ledger
 from trainers.ledger import MicroBatch
 from trainers.result import GIB, Accounts
 from trainers.shape import ModelShape
-from trainers.steptime import Machine
 from trainers.strategies import Setting
 
 if TYPE_CHECKING:
@@ -69,19 +69,17 @@ class Forecaster:
 
     def predict(self, config: Mapping[str, Any]) -> Prediction | None:
         """Return what a configuration, flat, would take; None where it is none."""
-        setting, shape = setting_of(config, self.context), self.context.shape
-        if setting is None or shape is None:
+        found, shape = predict(config, self.context), self.context.shape
+        if found is None or found.time is None or shape is None:
             return None
-        seq_len, batch = setting.learning.seq_len, batch_of(setting)
-        phase, accounts = ledger.peak(ledger.predict(shape, setting, batch))
+        setting, phase, accounts = found.setting, found.phase, found.accounts
         outside, allocated = outside_of(setting), accounts.total / GIB
-        host = on_host(shape, setting, self.cluster)
+        host = on_host(shape, setting, found.work.largest, self.cluster)
         fits = verdict(allocated, outside, self.cluster.device_memory_gib)
         if host > self.cluster.host_memory_gib:
             fits, phase = "OOM", HOST
-        time = steptime.predict(shape, setting, batch, machine(self.cluster))
-        seconds = (self.correction.apply(time) if self.correction is not None else time).total
-        tokens = setting.learning.global_batch_size * seq_len
+        seconds = (self.correction.apply(found.time) if self.correction is not None else found.time).total
+        tokens = found.work.tokens
         return Prediction(
             config,
             fits,
@@ -97,23 +95,18 @@ class Forecaster:
         )
 
 
-def batch_of(setting: Setting) -> MicroBatch:
-    """Return the largest micro batch that data can make: every row is `seq_len` tokens long, all of them targets."""
-    return MicroBatch(setting.system.micro_batch_size, setting.learning.seq_len, setting.learning.seq_len)
-
-
 def outside_of(setting: Setting) -> float:
     """Return the GiB of a device that are outside torch's allocator."""
     return OUTSIDE_GIB + (NCCL_GIB if setting.plan.world > 1 else 0.0)
 
 
-def on_host(shape: ModelShape, setting: Setting, cluster: ClusterPreset) -> float:
+def on_host(shape: ModelShape, setting: Setting, batch: MicroBatch, cluster: ClusterPreset) -> float:
     """Return the GiB of host memory of a node: what its ranks keep there, a copy of what is trained, and themselves.
 
     The copy is taken while a trial proves itself and rehearses. Weights are read in pieces, which the system caches and
     gives up where it must.
     """
-    kept = ledger.on_host(shape, setting, batch_of(setting)) / GIB
+    kept = ledger.on_host(shape, setting, batch) / GIB
     return min(setting.plan.world, cluster.devices_per_node) * (PROCESS_GIB + kept)
 
 
@@ -122,15 +115,3 @@ def verdict(allocated_gib: float, outside_gib: float, capacity_gib: float) -> Ve
     if allocated_gib * (1 + BOUND) + outside_gib <= capacity_gib:
         return "FITS"
     return "OOM" if allocated_gib * (1 - BOUND) + outside_gib > capacity_gib else "AT_RISK"
-
-
-def machine(cluster: ClusterPreset) -> Machine:
-    """Return a cluster's numbers as the closed form of time takes them."""
-    return Machine(
-        {"bfloat16": cluster.peak_flops.bf16, "float32": cluster.peak_flops.fp32},
-        cluster.memory_bandwidth_bytes_per_s,
-        cluster.intra_node_link_bytes_per_s,
-        cluster.inter_node_link_bytes_per_s,
-        cluster.host_link_bytes_per_s,
-        cluster.devices_per_node,
-    )

@@ -69,16 +69,20 @@ class RayLauncher(Launcher):
 
             total, where = ray.cluster_resources(), f"Ray cluster {self._address}"
             cpus, gpus, nodes = total.get("CPU", 0.0), int(total.get("GPU", 0)), len(ray.nodes())
+            kinds = [name.partition(":")[2] for name in total if name.startswith("accelerator_type:")]
         else:
             import torch
 
             cpus, gpus, nodes, where = float(usable_cpus()), torch.cuda.device_count(), 1, "this machine"
+            from trainers import hardware
+
+            kinds = [hardware.model_of(torch.cuda.get_device_name())] if gpus else []
         device = ("cuda" if gpus else "cpu") if self._spec.device == "auto" else self._spec.device
         by_cpu = int(cpus / self._spec.ray.cpus_per_worker + 1e-9)
         workers = min(gpus, by_cpu) if device == "cuda" else by_cpu
         backend = "cuda (nccl)" if device == "cuda" else "cpu (gloo): speed and memory are this CPU's, not a GPU's"
         detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {backend}"
-        return Cluster(device, workers, detail)
+        return Cluster(device, workers, detail, kinds[0].split("-")[0] if kinds else "")
 
     def start(self) -> None:
         self._connect()

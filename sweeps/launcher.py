@@ -69,7 +69,13 @@ class InlineLauncher(Launcher):
         device = resolve_device(self._spec.device)
         if device == "cuda" and resolve_device("auto") != "cuda":
             raise UserError("device=cuda: this process sees no CUDA device; use device=cpu")
-        return Cluster(device, 1, f"this process, {device}")
+        if device == "cpu":
+            return Cluster(device, 1, "this process, cpu")
+        import torch
+
+        from trainers import hardware
+
+        return Cluster(device, 1, "this process, cuda", hardware.model_of(torch.cuda.get_device_name()))
 
     def start(self) -> None:
         """There is nothing to start."""

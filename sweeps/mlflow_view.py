@@ -41,7 +41,7 @@ _GROUPS = {
     "predicted_weights_gib predicted_gradients_gib predicted_optimizer_state_gib predicted_activations_gib "
     "predicted_temporary_gib",
     "throughput": "step_time_s step_time_precision tokens_per_second target_tokens_per_second "
-    "tokens_per_second_per_device padding_share mfu hfu straggler_spread",
+    "tokens_per_second_per_device padding_share mfu hfu straggler_spread predicted_step_time_s",
     "step": "forward_share backward_share recompute_share collective_share transfer_share data_share "
     "pipeline_idle_share optimizer_share other_share profiled_step_time_s",
     "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates",

@@ -5,25 +5,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sweeps import space
 from sweeps.candidates import FREE, Candidate, Cluster, Context, enumerate_candidates, may_run
 from sweeps.clusters import ClusterPreset, load_cluster, presets
-from sweeps.correction import Correction
-from sweeps.forecast import Forecaster, Prediction, machine
+from sweeps.forecast import Forecaster, Prediction
 from sweeps.journal import Journal, check_writable
+from sweeps.machines import machine_of
 from sweeps.settling import settled
 from sweeps.simulations import Simulations
 from sweeps.space import SPACES
 from sweeps.spec import SweepSpec
+from sweeps.workload import FullRows
 from trainers.embedded.model import EMBEDDED
 from trainers.errors import UserError, did_you_mean
 from trainers.shape import ModelShape
+
+if TYPE_CHECKING:
+    from sweeps.correction import Correction
 
 MOST_RANKS = 4096
 
@@ -56,7 +61,7 @@ def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: Non
     shape = shape_of(spec)
     devices = cluster.devices_per_node * cluster.nodes
     described = Cluster("cuda", devices, f"{cluster.name}: {devices} × {cluster.device}")
-    context = Context(described, shape, shape.max_position_embeddings, "ray")
+    context = Context(described, shape, shape.max_position_embeddings, "ray", FullRows(), machine_of(cluster))
     price = spec.price_per_gpu_hour if spec.price_per_gpu_hour is not None else cluster.price_per_gpu_hour
     forecaster = Forecaster(context, cluster, price, correction_of(spec, context, cluster))
     candidates = [too_wide(c, devices) for c in enumerate_candidates(spec, context)]
@@ -70,7 +75,7 @@ def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: Non
     runs = Path(spec.runs_dir).expanduser().resolve()
     if spec.simulate != "none":
         found = settled(found, spec.simulate, forecaster, Simulations(runs / ".simulations"), told)
-    folder = runs / f"{spec.space}-plan"
+    folder = runs / f"{spec.space}-plan-{slug(shape.name)}-{slug(cluster.name)}"
     folder.mkdir(parents=True, exist_ok=True)
     found.sort(key=lambda p: (("FITS", "AT_RISK", "OOM").index(p.verdict), p.usd_per_million_tokens, p.point_gib))
     plan = Plan(spec, forecaster, tuple(found), tuple(pruned), folder)
@@ -92,7 +97,7 @@ def correction_of(spec: SweepSpec, context: Context, cluster: ClusterPreset) -> 
             f"nothing of cluster={spec.cluster}"
         )
     of_model = dataclasses.replace(context, shape=shape_of(space.validate(told, Path.cwd(), {})))
-    pairs = correction.measured(journal.read(), of_model, machine(cluster))
+    pairs = correction.measured(journal.read(), of_model, machine_of(cluster))
     if not pairs:
         raise UserError(
             f"corrected_by={spec.corrected_by}: no trial of {journal.sweep_id} was timed on devices like "
@@ -123,6 +128,11 @@ def shape_of(spec: SweepSpec) -> ModelShape:
         f"model={spec.model}: plan=true knows no such shape{did_you_mean(spec.model, by_name)}; give "
         f"{', '.join(s.name for s in shipped.values())}, or the path of a folder with a config.json"
     )
+
+
+def slug(name: str) -> str:
+    """Return a name, of a hub id its last part, as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.") or "model"
 
 
 def too_wide(candidate: Candidate, devices: int) -> Candidate:

@@ -57,6 +57,8 @@ def print_plan(plan: Plan) -> None:
     console.print(", ".join(f"{n} {name}" for name, n in verdicts.items()) + f"; {len(plan.pruned)} pruned")
     for rule, n in Counter(r for c in plan.pruned for r in c.reasons).most_common(8):
         console.print(Text(f"  pruned {n}: {rule}", style="dim"), soft_wrap=True)
+    if not verdicts["FITS"] and not verdicts["AT_RISK"]:
+        console.print(Text(next_step(plan)), soft_wrap=True)
     for text in assumptions(plan):
         console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
     if plan.spec.scaling:
@@ -121,6 +123,26 @@ def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str
         *sizes,
         *times,
     ]
+
+
+# What makes less of an account.
+LESS = {
+    "weights": "adapter=qlora, or more GPUs with fsdp2, zero_stage=3, tp or pp",
+    "gradients": "adapter=lora, or more GPUs with fsdp2, zero_stage=2 or tp",
+    "optimizer_state": "adapter=lora, or more GPUs with fsdp2 or zero, or offload",
+    "activations": "a smaller micro_batch_size or seq_len, activation_checkpointing=full, or tp or cp",
+    "temporary": "a smaller micro_batch_size or seq_len, or tp, which divides the logits",
+}
+
+
+def next_step(plan: Plan) -> str:
+    """Return what to try where nothing fits: by what decides for the one that lacks least."""
+    nearest = min(plan.predictions, key=lambda p: (p.phase == HOST, p.point_gib))
+    solve = "" if plan.spec.solve == "num_workers" else "; solve=num_workers tells on how many GPUs each would"
+    if nearest.phase == HOST:
+        return f"nothing fits: the host's memory is short; offload less, or fewer GPUs a node{solve}"
+    account, gib = nearest.account, f"{nearest.point_gib:.0f} GiB"
+    return f"nothing fits: the nearest needs {gib}, most of it {account.replace('_', ' ')}: {LESS[account]}{solve}"
 
 
 def assumptions(plan: Plan) -> list[str]:

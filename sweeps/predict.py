@@ -1,35 +1,57 @@
-"""What the ledger says of a configuration before or after it ran."""
+"""What closed forms say of a configuration on some data and a machine: memory by the ledger, and the time of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sweeps.candidates import Context, setting_of
-from trainers import ledger
-from trainers.ledger import MicroBatch
-from trainers.result import GIB, Accounts, TrialResult
+from sweeps.workload import Work
+from trainers import ledger, steptime
+from trainers.result import GIB, Accounts
+from trainers.steptime import StepTime
+from trainers.strategies import Setting
 
 SUM = "predicted_peak_memory_allocated_gib"
-"""Figure of a trial: what the ledger says of its peak."""
+STEP = "predicted_step_time_s"
+"""Figures of a trial: what is said of its peak and of its steps."""
 
 
-def peak(config: Mapping[str, Any], ran: TrialResult | None, context: Context) -> Accounts | None:
-    """Return the accounts at the peak of a configuration, flat, with rows as long as those of a job that ran.
+@dataclass(frozen=True)
+class Predicted:
+    """One configuration, on the rank that holds most."""
 
-    None where they cannot be told: no job has run, or the model is of a kind whose shape is not known.
+    setting: Setting
+    work: Work
+    phase: str
+    """in which memory peaks"""
+    accounts: Accounts
+    """at that instant"""
+    time: StepTime | None
+    """None where the machine is not known"""
+
+
+def predict(config: Mapping[str, Any], context: Context) -> Predicted | None:
+    """Return what a configuration, flat, would take.
+
+    None where that cannot be told: it is none, or its model is of a kind whose shape is not known.
     """
-    setting = setting_of(config, context)
-    if setting is None or context.shape is None or ran is None or ran.largest is None:
+    setting, shape = setting_of(config, context), context.shape
+    if setting is None or shape is None or context.workload is None:
         return None
-    batch = MicroBatch(**{**ran.largest, "rows": setting.system.micro_batch_size})
-    return ledger.peak(ledger.predict(context.shape, setting, batch))[1]
+    work = context.workload.of(setting)
+    phase, accounts = ledger.peak(ledger.predict(shape, setting, work.largest))
+    machine = context.machine
+    time = steptime.predict(shape, setting, work.usual, machine) if machine is not None else None
+    return Predicted(setting, work, phase, accounts, time)
 
 
-def figures(config: Mapping[str, Any], ran: TrialResult, context: Context) -> dict[str, float]:
-    """Return what the ledger says of a job that ran, to be compared with what was measured: sum and accounts, GiB."""
-    found = peak(config, ran, context)
+def figures(config: Mapping[str, Any], context: Context) -> dict[str, float]:
+    """Return what a trial's figures are to be compared with: the peak and its accounts in GiB, and seconds."""
+    found = predict(config, context)
     if found is None:
         return {}
-    accounts = {f"predicted_{name}_gib": getattr(found, name) / GIB for name in Accounts.names()}
-    return {SUM: found.total / GIB, **accounts}
+    accounts = {f"predicted_{name}_gib": getattr(found.accounts, name) / GIB for name in Accounts.names()}
+    time = {STEP: found.time.total} if found.time is not None else {}
+    return {SUM: found.accounts.total / GIB, **accounts, **time}

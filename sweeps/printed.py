@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import varying
-from sweeps.predict import SUM
+from sweeps.outcome import TrialOutcome
+from sweeps.predict import STEP, SUM
 from sweeps.sweep import Report
 from sweeps.wording import FIGURES, configuration, counted, figure, mib, parity, state, words
 from trainers.result import GIB, Accounts
@@ -81,6 +82,8 @@ def _print_accounts(console: Console, report: Report) -> None:
         measured = outcome.measured
         peak = peak_phase(measured) if measured is not None else None
         if measured is None or peak is None:
+            if SUM in outcome.metrics:  # it ran out of memory
+                rows.append([outcome.trial_id, "predicted", "", *map(mib, _predicted(outcome)), ""])
             continue
         phase, rank = peak
         memory = measured.memory[phase].worst
@@ -89,14 +92,19 @@ def _print_accounts(console: Console, report: Report) -> None:
         sizes = (*accounts, memory.allocated, held)
         rows.append([outcome.trial_id, phase.replace("_", " "), str(rank), *map(mib, sizes)])
         if SUM in outcome.metrics:
-            predicted = [outcome.metrics[f"predicted_{name}_gib"] * GIB for name in Accounts.names()]
-            told = (*predicted, outcome.metrics[SUM] * GIB)
-            ratios = (f"{size / p:.2f}" if p >= 2**20 / 10 else "" for size, p in zip(sizes, told, strict=False))
+            told = zip(sizes, _predicted(outcome), strict=False)
+            ratios = (f"{size / p:.2f}" if p >= 2**20 / 10 else "" for size, p in told)
             rows.append(["", "÷ predicted", "", *ratios, ""])
     heads = [name.replace("_", " ") for name in Accounts.names()]
     names = ["trial", "peak in", "rank", *heads, "allocated", "+ reserved"]
     title = "Memory at the peak, MiB: five accounts, their sum, what the allocator keeps beside; over its prediction"
     _print_table(console, title, names, rows)
+
+
+def _predicted(outcome: TrialOutcome) -> list[int]:
+    """Return the bytes that were predicted at the peak: the accounts, and their sum."""
+    names = [*(f"predicted_{name}_gib" for name in Accounts.names()), SUM]
+    return [round(outcome.metrics[name] * GIB) for name in names]
 
 
 def _print_parts(console: Console, report: Report) -> None:
@@ -110,11 +118,12 @@ def _print_parts(console: Console, report: Report) -> None:
         m = o.metrics
         precision = f"{m['step_time_s']:.4g} ± {m['step_time_precision']:.0%}"
         also = (f"{m[n]:.0%}" if n in m else "" for n in ("padding_share", "mfu", "hfu", "straggler_spread"))
-        rows.append([o.trial_id, precision, *(f"{m[n]:.0%}" for n in used), *also])
+        ratio = f"{m['step_time_s'] / m[STEP]:.2f}" if STEP in m else ""
+        rows.append([o.trial_id, precision, ratio, *(f"{m[n]:.0%}" for n in used), *also])
     _print_table(
         console,
         "Time of a step, by part (profiled)",
-        ["trial", "step s", *heads, "padding", "mfu", "hfu", "spread"],
+        ["trial", "step s", "÷ predicted", *heads, "padding", "mfu", "hfu", "spread"],
         rows,
     )
 

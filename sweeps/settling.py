@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from sweeps.candidates import setting_of
-from sweeps.forecast import HOST, Forecaster, Prediction, Verdict, batch_of, outside_of
+from sweeps.forecast import HOST, Forecaster, Prediction, Verdict, outside_of
 from sweeps.simulations import Simulations
 from trainers.result import GIB
 from trainers.task import Simulated, Task, ends
@@ -32,8 +32,9 @@ def settled(
         tasks: dict[int, list[Task]] = {}
         for i in asked:
             setting = setting_of(predictions[i].config, forecaster.context)
-            if setting is not None:
-                tasks[i] = [Task(shape, setting, batch_of(setting), rank, whole) for rank in ends(setting)]
+            if setting is not None and forecaster.context.workload is not None:
+                work = forecaster.context.workload.of(setting)
+                tasks[i] = [Task(shape, setting, work.largest, rank, whole) for rank in ends(setting)]
         outcomes = iter(simulations.run([task for group in tasks.values() for task in group], told))
         for i, group in tasks.items():
             found[i] = simulated(predictions[i], group[0], [next(outcomes) for _ in group], forecaster)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sweeps import cost, predict, signals
+from sweeps import cost, signals
 from sweeps.advice import Advice, advise
 from sweeps.candidates import (
     Candidate,
@@ -23,13 +23,16 @@ from sweeps.clusters import price_per_gpu_hour
 from sweeps.desk import Screen, SweepDesk
 from sweeps.journal import Journal, check_writable
 from sweeps.launch import make_launcher
+from sweeps.machines import machine_here
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import Frontier, frontier
+from sweeps.predict import predict
 from sweeps.record import Recorder
 from sweeps.scaling import RATE, Scaling, draw, scaling
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
+from sweeps.workload import OfData
 from trainers import model
 from trainers.config import TrialConfig, from_tree
 from trainers.errors import UserError
@@ -99,8 +102,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         # 2. Everything that could be wrong, before the first write; the store last, since looking at it creates it.
         faults = Faults()
         shape = faults.of(lambda: model.shape(spec.model, spec.model_revision))
-        context = faults.of(lambda: context_of(spec, cluster, shape))
-        candidates = faults.of(lambda: enumerate_space(spec, context)) if context is not None else None
+        legality = faults.of(lambda: context_of(spec, cluster, shape))
+        candidates = faults.of(lambda: enumerate_space(spec, legality)) if legality is not None else None
         candidates = candidates or []
         legal = faults.of(lambda: legal_of(candidates)) or []
         faults.of(lambda: check_writable(Path(spec.runs_dir)))
@@ -110,6 +113,12 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         launcher.start()
         Recorder(spec, "", Path(spec.runs_dir)).check()
 
+        # What candidates are predicted for.
+        assert legality is not None, "a fault of it was raised"
+        workload = OfData(data, spec.budget.tokens_per_trial, spec.epochs)
+        machine = machine_here(cluster, spec.cluster, screen.note)
+        context = dataclasses.replace(legality, workload=workload, machine=machine)
+
         # 3. The journal is the truth; MLflow and the searcher are told from it.
         journal = resumed or Journal.create(spec)
         journal.write_candidates(candidates, states(journal.outcomes))
@@ -118,7 +127,6 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         for outcome in journal.outcomes:
             if not outcome.cut_short:
                 searcher.tell(outcome)
-        assert context is not None, "a fault of it was raised"
         desk = SweepDesk(spec, searcher, journal, recorder, screen, context, cost.Prices.of(spec, price))
 
         # 4. Trial after trial, until the space or the budget is spent; whatever ends it, what there is gets concluded.
@@ -212,7 +220,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         outcomes,
         context.shape,
         lambda config: may_run(spec.model, config, context),
-        lambda config, ran: predict.peak(config, ran.measured, context),
+        lambda config: found.accounts if (found := predict(config, context)) is not None else None,
     )
     scaled = scaling(outcomes)
     journal.write_json("advice.json", [dataclasses.asdict(a) for a in advice])

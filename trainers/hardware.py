@@ -46,6 +46,12 @@ def published(name: str, dtype: str) -> float | None:
     return None
 
 
+def model_of(name: str) -> str:
+    """Return the part of a device's name that names its model, as H100, A100 or RTX 4090; empty where it is unknown."""
+    found = next((match for pattern in PEAKS if (match := re.search(pattern, name))), None)
+    return found.group().split(" PCIe")[0].split(" NVL")[0] if found else ""
+
+
 def measured(dtype: torch.dtype) -> float:
     """Return the best rate of a matrix product on this process's CPU threads, in FLOP/s."""
     a, b = (torch.ones(SIDE, SIDE, dtype=dtype) for _ in range(2))

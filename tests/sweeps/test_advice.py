@@ -164,12 +164,12 @@ def test_what_is_expected_is_the_ledgers_proportion_of_what_was_measured() -> No
     """The ledger says 20 for the batch of 4 and 12 for that of 2; 8 GiB were measured: 4.8."""
     before = trial(0, gib(weights=2, activations=6))
     said = {4: 20.0, 2: 12.0, 1: 7.0}
-    found = advise([before], None, ledger=lambda config, _: gib(weights=said[config["micro_batch_size"]]))
+    found = advise([before], None, ledger=lambda config: gib(weights=said[config["micro_batch_size"]]))
     assert first(found, "000", "peak_memory_gib").expected == pytest.approx(4.8)
 
 
 def test_after_an_oom_the_ledger_says_what_the_change_would_take() -> None:
     ran = trial(0, gib(weights=1), config={"micro_batch_size": 1})
     died = trial(1, status="OOM", phase="backward")
-    found = advise([ran, died], None, ledger=lambda *_: gib(weights=3.0))
+    found = advise([ran, died], None, ledger=lambda _: gib(weights=3.0))
     assert first(found, "001", "peak_memory_gib").expected == pytest.approx(3.0)

@@ -13,6 +13,7 @@ import pytest
 
 from sweeps import space
 from sweeps.launch import _fault, _tune_searcher, proved
+from sweeps.predict import SUM
 from sweeps.search import Ask
 from sweeps.spec import SweepSpec
 from sweeps.sweep import run_sweep
@@ -118,6 +119,7 @@ def test_an_oom_of_one_rank_is_a_result_with_its_cause(cluster: str, store: str,
     assert (outcome.status, outcome.reason_kind) == ("OOM", "host_oom")
     assert (outcome.phase, outcome.rank) == ("first_optimizer_step", 1)
     # 0.0036 GiB are 3.7 MiB.
+    assert outcome.metrics[SUM] > 0.0036  # it was foreseen
     assert re.fullmatch(r"memory_limit_gib=0\.0036 is reached: .* beside the 3\.\d MiB in use", outcome.reason)
     assert "what was growing: optimizer state" in outcome.details
     assert "peak_memory_gib" not in outcome.metrics

@@ -51,7 +51,7 @@ def test_a_small_model_fits_one_gpu(tmp_path: Path) -> None:
     fits = [p for p in plan.predictions if p.verdict == "FITS"]
     assert fits
     assert all(p.point_gib > 8.9 for p in plan.predictions if p.config.get("offload") in (None, "none"))
-    lines = (tmp_path / "full-plan" / "predictions.jsonl").read_text().splitlines()
+    lines = (tmp_path / "full-plan-Qwen3-0.6B-a10gx4" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == len(plan.predictions)
     assert json.loads(lines[0])["verdict"] == plan.predictions[0].verdict
 
@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_imports_no_torch_and_no_ray(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert "FITS" in done.stdout
     assert "imported []" in done.stdout
-    assert (tmp_path / "full-plan" / "memory.png").stat().st_size > 10_000
+    assert (tmp_path / "full-plan-Qwen3-8B-h100x8" / "memory.png").stat().st_size > 10_000
 
 
 def test_a_row_holds_the_accounts_in_gib(tmp_path: Path) -> None:

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
-from sweeps import forecast, run, space
+from sweeps import run, space
 from sweeps.candidates import setting_of
 from sweeps.clusters import load_cluster
 from sweeps.correction import measured
 from sweeps.forecast import Prediction, on_host
 from sweeps.journal import Journal
+from sweeps.machines import machine_of
 from sweeps.plan import make_plan
 from sweeps.plan_printed import print_plan
 from sweeps.plan_scaling import best_of_each, scaled
 from sweeps.settling import settled
 from sweeps.simulations import Simulations, key
+from sweeps.workload import FullRows
 from tests.sweeps.factories import make_outcome, make_result
 from trainers import ledger, steptime
 from trainers.errors import UserError
@@ -130,7 +132,7 @@ def test_measured_trials_correct_the_times_of_a_plan(tmp_path: Path) -> None:
     setting = setting_of(config, context)
     assert setting is not None
     cluster = load_cluster("h100x8")
-    predicted = steptime.predict(before.shape, setting, forecast.batch_of(setting), forecast.machine(cluster)).total
+    predicted = steptime.predict(before.shape, setting, FullRows().of(setting).usual, machine_of(cluster)).total
     timed = speed(2 * predicted, setting.learning.seq_len, setting.learning.global_batch_size)
     journal = Journal.create(spec.model_copy(update={"plan": False}))
     journal.append(
@@ -145,7 +147,7 @@ def test_measured_trials_correct_the_times_of_a_plan(tmp_path: Path) -> None:
         make_outcome(metrics={"step_time_s": 99.0}, config=dict(config), result=elsewhere.to_json(), trial_id="002")
     )
     journal.append(make_outcome(trial_id="001", status="OOM", config=dict(config)))
-    ((found, seconds),) = measured(journal.outcomes, context, forecast.machine(cluster))
+    ((found, seconds),) = measured(journal.outcomes, context, machine_of(cluster))
     assert found.total == pytest.approx(predicted)
     assert seconds == pytest.approx(2 * predicted)
     journal.close()
@@ -181,12 +183,13 @@ def test_host_memory_is_part_of_the_verdict(tmp_path: Path) -> None:
     setting = setting_of(config, found.forecaster.context)
     assert setting is not None
     needed = 20 * found.shape.num_parameters / GIB + 8 * 3.0
-    assert on_host(found.shape, setting, found.forecaster.cluster) == pytest.approx(needed, rel=1e-3)
+    full, cluster = FullRows().of(setting).largest, found.forecaster.cluster
+    assert on_host(found.shape, setting, full, cluster) == pytest.approx(needed, rel=1e-3)
     # Activations too: what all but one of 36 blocks keep, their input [2048, 4096] in bfloat16, of every rank.
     more = dataclasses.replace(setting, system=dataclasses.replace(setting.system, offload_activations=True))
     inputs = 8 * 35 * 2048 * 4096 * 2 / GIB
     assert setting.learning.seq_len == 2048
-    assert on_host(found.shape, more, found.forecaster.cluster) == pytest.approx(needed + inputs, rel=1e-3)
+    assert on_host(found.shape, more, full, cluster) == pytest.approx(needed + inputs, rel=1e-3)
     small = found.forecaster.cluster.model_copy(update={"host_memory_gib": needed - 1})
     short = dataclasses.replace(found.forecaster, cluster=small).predict(config)
     assert isinstance(short, Prediction)

@@ -10,8 +10,10 @@ import pytest
 
 from sweeps import space
 from sweeps.desk import derived_target, drift, repeats_itself
+from sweeps.forecast import BOUND
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
+from sweeps.predict import STEP, SUM
 from sweeps.spec import SweepSpec
 from sweeps.sweep import Report, run_sweep, simplicity, warnings
 from tests.sweeps.factories import ONE_WAY
@@ -54,6 +56,14 @@ def test_the_first_trial_sets_the_target(swept: tuple[Report, SilentScreen]) -> 
     assert first.metrics["cost_per_quality_usd"] > 0
     assert second.reason_kind in (None, "budget")
     assert ("cost_per_quality_usd" in second.metrics) == (second.reason_kind is None)
+
+
+def test_a_trial_is_beside_what_was_predicted_of_it(swept: tuple[Report, SilentScreen]) -> None:
+    """Before it ran, and from the data alone: the batch that it rehearsed, so that the ledger's bound holds."""
+    for outcome in swept[0].outcomes:
+        measured = outcome.metrics["peak_memory_allocated_gib"]
+        assert outcome.metrics[SUM] == pytest.approx(measured, rel=BOUND)
+        assert outcome.metrics[STEP] > 0
 
 
 def test_what_a_sweep_leaves(swept: tuple[Report, SilentScreen]) -> None:
