@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 ADAPTERS, LENGTHS, MICRO = ("full", "lora"), (128, 256), (1, 4)
 ROWS = 8  # of a window on each rank
 # Updates: the first makes the optimizer's state, and DistributedDataParallel its buckets anew after it.
-WARM_UP, PROFILED, TIMED = 2, 2, 3
+WARM_UP, PROFILED, TIMED = 2, 3, 5
 PATIENCE = 0.004  # seconds
 
 
@@ -201,6 +201,8 @@ class Change:
     bytes: int
     address: int
     gloo: bool
+    freed: bool = False
+    """whether the profiler sees it freed later"""
 
 
 def memory_events(profiler: Any) -> list[Change]:
@@ -213,7 +215,15 @@ def memory_events(profiler: Any) -> list[Change]:
                 yield Change(event.start_time_ns, fields.alloc_size, fields.ptr, inside)
             yield from walk(event.children, inside or event.name.startswith(("c10d::", "gloo:")))
 
-    return sorted(walk(profiler.profiler.kineto_results.experimental_event_tree(), False), key=lambda c: c.time)
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    found = sorted(walk(tree, False), key=lambda c: c.time)
+    made: dict[int, int] = {}  # by address, the position of the latest
+    for i, change in enumerate(found):
+        if change.bytes >= 0:
+            made[change.address] = i
+        elif (block := made.pop(change.address, None)) is not None:
+            found[block] = replace(found[block], freed=True)
+    return found
 
 
 class Patient(TorchDispatchMode):
@@ -263,8 +273,8 @@ class Alive:
         self._count(change, change.bytes)
 
     def forget(self, since: int, until: int) -> None:
-        """Drop the blocks that were made between two instants."""
-        for block in [b for b in self._blocks.values() if since <= b.time < until]:
+        """Drop the blocks that were made between two instants and that nobody is seen to free later."""
+        for block in [b for b in self._blocks.values() if since <= b.time < until and not b.freed]:
             self._drop(block.address)
 
     def _overlapped(self, change: Change) -> int | None:
@@ -292,7 +302,7 @@ def highest(changes: Iterable[Change], begun: Sequence[int]) -> list[tuple[int, 
     """Return the bytes without gloo's, and gloo's, at the instant of each update when most others were alive.
 
     `begun`: when the updates began, and when the last one ended. What lives from one to the next was there before the
-    first of them: what is left of an update at the beginning of the next was freed unseen.
+    first of them, or is freed in the next: what else is left of an update was freed unseen.
     """
     alive, current = Alive(), 0
     best = [(0, 0)] * (len(begun) - 1)

@@ -53,7 +53,8 @@ def main() -> int:
 
 def measured_here(simulator: Simulator, rows: Sequence[Row]) -> dict[str, Any]:
     """Run rows, print each, and return the summary of their errors."""
-    print(f"{'row':34} {'MiB':>7} {'gloo':>6} {'simulated':>9} {'':>7} {'ledger':>7} {'':>7} {'stored':>7} {'s':>6}")
+    heads = f"{'stored':>7} {'s':>6} {'predicted':>9}"
+    print(f"{'row':34} {'MiB':>7} {'gloo':>6} {'simulated':>9} {'':>7} {'ledger':>7} {'':>7} {heads}")
     errors: dict[str, list[float]] = {"simulation": [], "ledger": [], "stored": []}
     times, refused = [], 0
     with Ranks() as ranks:
@@ -76,7 +77,7 @@ def measured_here(simulator: Simulator, rows: Sequence[Row]) -> dict[str, Any]:
             print(
                 f"{row.name:34} {real.peak / 2**20:7.1f} {real.gloo / 2**20:6.1f} {simulated / 2**20:9.1f} "
                 f"{off['simulation']:>7} {told / 2**20:7.1f} {off['ledger']:>7} {off['stored']:>7} "
-                f"{real.step_time_s:6.3f}",
+                f"{real.step_time_s:6.3f} {times[-1][0]:9.3f}",
                 flush=True,
             )
     summary: dict[str, Any] = {"rows": len(times), "rows_refused": refused}

@@ -19,6 +19,7 @@ from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Setting, illegal
 
 if TYPE_CHECKING:
+    from sweeps.search import Request
     from sweeps.workload import Workload
     from trainers.steptime import Machine
 
@@ -124,13 +125,16 @@ def trial_tree(
     target: float | None,
     proof: str = "none",
     traces: str | None = None,
+    request: Request | None = None,
 ) -> dict[str, Any]:
     """Return the config of a candidate's trial, in file form; `traces`: the folder for those that are asked for."""
+    probes = request is not None and request.kind == "probe"
+    give_up = ",".join(f"{tokens}:{loss:.6g}" for tokens, loss in request.give_up) if request is not None else ""
     run = {
         "device": device,
         "max_tokens": spec.budget.tokens_per_trial,
         "epochs": spec.epochs,
-        "target_eval_loss": target,
+        "target_eval_loss": target if not probes else None,
         "eval_every_tokens": spec.eval_every_tokens,
         "proof": proof,
         "measure_seconds": spec.measure_seconds,
@@ -138,6 +142,8 @@ def trial_tree(
         "memory_limit_gib": spec.memory_limit_gib,
         "trace": spec.trace,
         "trace_dir": traces if spec.trace != "none" else None,
+        "max_updates": 1 if probes else None,
+        "give_up": give_up or None,
     }
     return {**data_tree(spec), "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 

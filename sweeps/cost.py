@@ -56,7 +56,8 @@ def quality_figures(result: TrialResult, target: float | None, prices: Prices) -
         return {}
     last = next(e for e in result.evaluations if target is not None and math.isfinite(e.loss) and e.loss <= target)
     training_s = crossed / rate if rate and crossed > 0 else 0.0
-    evaluation_s = sum(e.seconds for e in result.evaluations if e.consumed_tokens <= last.consumed_tokens)
+    evaluated = [e for e in result.evaluations if e.consumed_tokens <= last.consumed_tokens]
+    evaluation_s = sum(e.seconds for e in evaluated)
     saves = [s for s in result.saves if s.consumed_tokens < last.consumed_tokens]
     seconds = training_s + evaluation_s + sum(s.seconds for s in saves)
     kept_gib = result.saves[-1].bytes / GIB if result.saves else 0.0
@@ -64,6 +65,8 @@ def quality_figures(result: TrialResult, target: float | None, prices: Prices) -
     storage = kept_gib * prices.gib_month * prices.months + moved_gib * prices.gib_io
     return {
         "tokens_to_target": crossed,
+        "evaluations_to_target": len(evaluated),
+        "saves_to_target": len(saves),
         "time_to_target_s": seconds,
         "storage_usd": storage,
         "cost_per_quality_usd": prices.gpu_hour * result.num_workers * seconds / 3600 + storage,

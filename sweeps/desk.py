@@ -15,7 +15,7 @@ from sweeps.outcome import TrialOutcome
 from sweeps.parity import References
 from sweeps.record import Recorder
 from sweeps.scaling import RATE
-from sweeps.search import Ask, Searcher
+from sweeps.search import Ask, Request, Searcher
 from sweeps.spec import SweepSpec
 from sweeps.trial import Ending, Job
 from trainers.config import TrialConfig, from_tree, to_tree
@@ -62,7 +62,7 @@ class SweepDesk:
         self.why = ""
         self.spent: str | None = None  # the key of the budget that is the reason
         self._running: dict[str, Candidate] = {}
-        self._waiting: Candidate | None = None  # asked for, but its workers did not fit yet
+        self._waiting: Request | None = None  # asked for, but its workers did not fit yet
         self._reference: str | None = None  # the trial that the target is derived from, while it runs
         self._references_tried = 0
         self._proofs = References()
@@ -82,13 +82,13 @@ class SweepDesk:
             return Ask.FINISHED if not self._running else Ask.WAIT
         if (again := self._to_remeasure()) is not None:
             return self._remeasure(again) if again.num_workers <= free_workers else Ask.WAIT
-        answer: Candidate | Ask = self._waiting or self.searcher.ask()
+        answer: Request | Ask = self._waiting or self.searcher.ask()
         self._waiting = None
         if isinstance(answer, Ask):
             if answer is Ask.FINISHED and not self._running:
-                self.why = self.why or "every legal candidate was tried"
+                self.why = self.why or self.searcher.why or "every legal candidate was tried"
             return answer if not self._running else Ask.WAIT
-        if answer.num_workers > free_workers:
+        if answer.candidate.num_workers > free_workers:
             self._waiting = answer  # keeps its place: smaller trials do not overtake it
             return Ask.WAIT
         return self._start(answer)
@@ -157,8 +157,9 @@ class SweepDesk:
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
-    def _start(self, candidate: Candidate) -> Job:
-        trial_id, attempt = self._next_attempt(candidate)
+    def _start(self, request: Request) -> Job:
+        candidate = request.candidate
+        trial_id, attempt = self._next_attempt(request)
         job = Job(
             trial_id,
             attempt,
@@ -172,11 +173,14 @@ class SweepDesk:
                 self.target,
                 self._proof_of(candidate),
                 str((self.journal.folder / "traces" / trial_id).resolve()),
+                request,
             ),
             time.time(),
+            kind=request.kind,
+            why=request.why,
         )
         self._running[job.trial_id] = candidate
-        if self.target is None and self._references_tried < REFERENCE_TRIES:
+        if self.target is None and self._references_tried < REFERENCE_TRIES and request.kind != "probe":
             self._reference = job.trial_id
         self.screen.started(job, candidate)
         return job
@@ -209,10 +213,11 @@ class SweepDesk:
         wanted = self.spec.proof
         return "steps" if wanted == "reference" and candidate.learning in self._proofs else wanted
 
-    def _next_attempt(self, candidate: Candidate) -> tuple[str, int]:
+    def _next_attempt(self, request: Request) -> tuple[str, int]:
         """Return trial id and attempt of a candidate's next trial: a new id, unless its trial was cut short."""
-        cut_short = [o for o in self.journal.outcomes if o.candidate_id == candidate.id and o.cut_short]
-        if cut_short:
+        same = [o for o in self.journal.outcomes if o.candidate_id == request.candidate.id and o.kind == request.kind]
+        cut_short = [o for o in same if o.cut_short]
+        if cut_short and same[-1].cut_short:
             return cut_short[-1].trial_id, cut_short[-1].attempt + 1
         return self._next_id(), 1
 
@@ -230,7 +235,7 @@ class SweepDesk:
             "started_at": job.started_at,
             "ended_at": time.time(),
             "num_workers": candidate.num_workers,
-            "kind": "probe" if job.repeats else "quality",
+            "kind": "probe" if job.repeats else job.kind,
             "repeats": job.repeats,
             "trial_config": dict(job.config),
             "config": {**candidate.flat, "gradient_accumulation_steps": candidate.gradient_accumulation_steps},
@@ -260,7 +265,7 @@ class SweepDesk:
         figures = summarize(measured)
         if wrong := impossible(figures):
             return TrialOutcome(**known, status="FAILED", reason_kind="crash", reason=wrong)
-        if job.repeats:  # its update serves nothing but the measurement
+        if job.repeats or job.kind == "probe":  # its update serves nothing but the measurement
             figures = {name: value for name, value in figures.items() if name not in LEARNED}
         else:
             figures |= cost.quality_figures(measured, self.target, self.prices)
@@ -269,7 +274,7 @@ class SweepDesk:
         parity = self._proofs.judge(job.config["learning"], measured.proof)
         figures |= parity.figures if parity is not None else {}
         peak = peak_phase(measured)
-        status, kind, reason = verdict(measured, self.target if job.repeats is None else None)
+        status, kind, reason = verdict(measured, self.target if not job.repeats and job.kind != "probe" else None)
         return TrialOutcome(
             **known,
             status=status,
@@ -297,7 +302,9 @@ class SweepDesk:
 
     def _derive_target(self, outcome: TrialOutcome) -> None:
         """Without a target in the spec, the first trial that learns sets it for all."""
-        if self.target is not None or self._references_tried >= REFERENCE_TRIES or outcome.cut_short or outcome.repeats:
+        if self.target is not None or self._references_tried >= REFERENCE_TRIES or outcome.cut_short:
+            return
+        if outcome.kind == "probe":
             return
         self._references_tried += 1
         measured = outcome.measured
@@ -327,6 +334,12 @@ def verdict(measured: TrialResult, target: float | None) -> tuple[Any, Any, str]
             return "STOPPED", "nan", f"loss or gradient is not finite after {tokens:,} tokens"
         case "diverged":
             return "STOPPED", "diverged", f"eval loss rose from {measured.evaluations[0].loss:.3f} to {last:.3f}"
+        case "dominated":
+            return (
+                "STOPPED",
+                "dominated",
+                f"eval loss {last:.4f} after {tokens:,} tokens: others are shown to be better",
+            )
         case "requested":
             return "STOPPED", "budget", f"the sweep's time was over after {tokens:,} tokens"
     if measured.stop_reason == "target" and not measured.updates:

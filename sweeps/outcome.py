@@ -63,6 +63,8 @@ class TrialOutcome(Frozen):
     """whether its first updates are those of its learning configuration; null: nothing was measured"""
     result: dict[str, Any] | None = None
     """what the job measured, as TrialResult.to_json"""
+    composed_with: str | None = None
+    """the trial whose learning its cost is composed with; never in the journal, which holds what was measured"""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -98,10 +100,17 @@ class TrialOutcome(Frozen):
         return self.num_workers * self.wall_s / 3600
 
     @property
+    def curve(self) -> tuple[tuple[int, float], ...]:
+        """Tokens and eval loss, evaluation by evaluation."""
+        evaluations = (self.result or {}).get("evaluations") or ()
+        known = ((e["consumed_tokens"], e["loss"]) for e in evaluations)
+        return tuple((int(tokens), float(loss)) for tokens, loss in known if loss is not None)
+
+    @property
     def measured(self) -> TrialResult | None:
         """What the job measured; a figure that was not finite is null in the journal, and NaN here."""
         return TrialResult.from_json(self.result) if self.result is not None else None
 
     def to_line(self) -> str:
         """Return the outcome as one line of JSON."""
-        return self.model_dump_json(by_alias=True) + "\n"
+        return self.model_dump_json(by_alias=True, exclude={"composed_with"}) + "\n"

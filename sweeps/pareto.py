@@ -88,8 +88,13 @@ def frontier(
     points = [Point(v, tuple(groups[v])) for v, keep in zip(distinct, kept, strict=True) if keep]
     points.sort(key=lambda p: tuple(o.sign * v for o, v in zip(objectives, p.values, strict=True)))
     reference = np.array(reference_point, dtype=float) * signs if reference_point else default_reference(minimised)
-    volume = float(moocore.hypervolume(minimised[kept], ref=reference))
+    volume = hypervolume(minimised[kept], reference)
     return Frontier(tuple(objectives), tuple(points), tuple(float(x) for x in reference * signs), volume)
+
+
+def hypervolume(minimised: np.ndarray, reference: np.ndarray) -> float:
+    """Return the volume that points [points, objectives] dominate below a reference point; all are minimised."""
+    return float(moocore.hypervolume(minimised, ref=reference)) if len(minimised) else 0.0
 
 
 def default_reference(minimised: np.ndarray) -> np.ndarray:

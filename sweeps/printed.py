@@ -65,7 +65,7 @@ def _print_trials(console: Console, report: Report) -> None:
     rows: list[list[str | Text]] = [
         [
             outcome.trial_id,
-            configuration(outcome.config, outcome.repeats, axes),
+            configuration(outcome.config, outcome.repeats, axes, outcome.kind),
             state(outcome.status),
             *(figure(outcome.metrics.get(name)) for name, _ in FIGURES),
             parity(outcome),

@@ -289,6 +289,7 @@ class Recorder:
 
     def _conclude(self, ending: _Ending) -> None:
         self._mark_frontier(ending)
+        self._log_composed(ending)
         self._log_totals(ending)
         self._save_view(ending.outcomes)
         reference = ending.frontier.reference_point
@@ -315,6 +316,15 @@ class Recorder:
                 reading = view.Reading(view.RANK, rank, now, step)
                 self._store.log(child.run_id, readings=[reading], tags=view.frontier_tags(on_frontier))
                 self._children[key] = replace(child, on_frontier=on_frontier, rank=rank)
+
+    def _log_composed(self, ending: _Ending) -> None:
+        """Log what the configurations of probes cost, now that it is known, and whose learning that is."""
+        for outcome in ending.outcomes:
+            child = self._children.get(_key(outcome))
+            if outcome.composed_with is None or child is None or child.deleted:
+                continue
+            tags = {"trial.composed_with": outcome.composed_with}
+            self._store.log(child.run_id, readings=view.final_metrics(outcome, self.spec.objectives), tags=tags)
 
     def _log_totals(self, ending: _Ending) -> None:
         """Log the sweep's totals at the step that is the number of trials, where they have changed."""

@@ -49,11 +49,13 @@ class TerminalScreen:
 
     def started(self, job: Job, candidate: Candidate) -> None:
         self._rows[job.trial_id] = {
-            "candidate": candidate.flat, "repeats": job.repeats, "state": "starting", "since": time.time(),
+            "candidate": candidate.flat, "repeats": job.repeats, "kind": job.kind, "state": "starting",
+            "since": time.time(),
         }  # fmt: skip
         if self._live is None:
-            text = configuration(candidate.flat, job.repeats, self._axes)
-            self._console.print(f"trial {job.trial_id} start  {text}", soft_wrap=True)
+            text = configuration(candidate.flat, job.repeats, self._axes, job.kind)
+            why = f"  [{job.why}]" if job.why else ""
+            self._console.print(f"trial {job.trial_id} start  {text}{why}", soft_wrap=True, markup=False)
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         row = self._rows.get(trial_id)
@@ -99,7 +101,7 @@ class TerminalScreen:
             metrics = row.get("metrics", {})
             table.add_row(
                 trial_id,
-                configuration(row["candidate"], row.get("repeats"), self._axes),
+                configuration(row["candidate"], row.get("repeats"), self._axes, row.get("kind", "quality")),
                 state(row["state"]),
                 figure(row.get("loss")),
                 *(figure(metrics.get(name)) for name, _ in FIGURES),

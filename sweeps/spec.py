@@ -218,10 +218,15 @@ class SweepSpec(Frozen):
     """with plan=true: the best configuration of each strategy on up to 4,096 GPUs"""
     corrected_by: str | None = None
     """with plan=true: a sweep on the same cluster (an id, or latest) whose step times correct the predicted ones"""
-    searcher: str = "grid"
-    """who picks the next trial"""
+    searcher: str = "guided"
+    """who picks the next trial. guided: the one that is expected to add most to the frontier for its GPU time; speed
+    and memory are probed apart from learning, and the cost of a configuration is composed of both"""
     seed: int = Field(default=0, ge=0)
     """seed of the searcher"""
+    confirm: int = Field(default=3, ge=0)
+    """with searcher=guided: how many configurations of the frontier are run whole in the end, to confirm their cost"""
+    least_gain: float = Field(default=0.001, gt=0, lt=1)
+    """with searcher=guided: it stops when no trial is expected to enlarge the hypervolume by this much, relatively"""
     budget: Budget = Budget()
     launcher: Literal["ray", "inline"] = "ray"
     """inline: every trial in this process, without Ray, for a debugger"""

@@ -20,8 +20,10 @@ from sweeps.candidates import (
     pruned_rules,
 )
 from sweeps.clusters import price_per_gpu_hour
+from sweeps.compose import effective
 from sweeps.desk import Screen, SweepDesk
 from sweeps.journal import Journal, check_writable
+from sweeps.knowledge import knowledge_of
 from sweeps.launch import make_launcher
 from sweeps.machines import machine_here
 from sweeps.objectives import OBJECTIVES
@@ -123,7 +125,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         journal = resumed or Journal.create(spec)
         journal.write_candidates(candidates, states(journal.outcomes))
         recorder = Recorder(spec, journal.sweep_id, journal.folder)
-        searcher = SEARCHERS[spec.searcher](legal, [OBJECTIVES[name] for name in spec.objectives], spec.seed)
+        objectives = [OBJECTIVES[name] for name in spec.objectives]
+        searcher = SEARCHERS[spec.searcher](legal, objectives, spec.seed, knowledge_of(spec, legal, context, price))
         for outcome in journal.outcomes:
             if not outcome.cut_short:
                 searcher.tell(outcome)
@@ -207,14 +210,17 @@ def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
 def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseException | None) -> Report:
     """Compute the frontier and what to change, write both to the folder and to MLflow, and say how the sweep ended."""
     spec, journal, context = desk.spec, desk.journal, desk.context
-    outcomes = list({o.trial_id: o for o in journal.outcomes}.values())  # of each trial the last attempt
+    attempts = effective(journal.outcomes, desk.prices.gpu_hour)
+    outcomes = list({o.trial_id: o for o in attempts}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
     simplest_first = sorted((o for o in outcomes if o.competes), key=simplicity)
     front = frontier({o.trial_id: o.metrics for o in simplest_first}, objectives)
     journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
-    journal.write_candidates(candidates, states(outcomes))
+    journal.write_candidates(candidates, {**desk.searcher.ruled_out, **states(outcomes)})
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
-    untried = sum(c.legal and c.id not in tried for c in candidates)
+    again = {o.candidate_id for o in outcomes if o.cut_short}
+    left = {c.id for c in desk.searcher.untried} | again
+    untried = sum(c.legal and c.id not in tried and c.id in left for c in candidates)
     ended, why = ending(desk, stopped, untried)
     advice = advise(
         outcomes,
@@ -228,7 +234,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         journal.write_json("scaling.json", [dataclasses.asdict(s) for s in scaled])
         draw(scaled, labels([s.config for s in scaled]), journal.folder / "scaling.png")
     headline = f"{len(front.points)} configuration(s) on the frontier of {len(outcomes)} trials; {why}"
-    desk.recorder.close(journal.outcomes, front, MLFLOW_STATUS[ended], why, headline)
+    desk.recorder.close(attempts, front, MLFLOW_STATUS[ended], why, headline)
     journal.close()
     return Report(
         spec,
@@ -263,7 +269,8 @@ def ending(desk: SweepDesk, stopped: BaseException | None, untried: int) -> tupl
     if stopped is not None:
         return "broken", f"{type(stopped).__name__}: {stopped}".splitlines()[0]
     why = desk.why or "every legal candidate was tried"
-    return ("failing" if desk.failing else "budget" if untried else "complete"), why
+    finished = bool(desk.searcher.why) and why == desk.searcher.why
+    return ("failing" if desk.failing else "budget" if untried and not finished else "complete"), why
 
 
 def states(outcomes: Sequence[TrialOutcome]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sweeps.search import Kind
 from trainers.diagnose import Fault
 
 
@@ -22,6 +23,8 @@ class Job:
     config: Mapping[str, Any]  # a TrialConfig's tree
     started_at: float
     repeats: str | None = None  # the trial that is only timed again
+    kind: Kind = "quality"
+    why: str = ""  # what it is expected to show
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

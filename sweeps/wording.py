@@ -57,9 +57,11 @@ def words(config: Mapping[str, Any], axes: Sequence[str]) -> str:
     return " ".join(named)
 
 
-def configuration(config: Mapping[str, Any], repeats: str | None, axes: Sequence[str]) -> str:
-    """Write what a trial runs: its configuration, or which trial is only timed again."""
-    return f"(trial {repeats}, timed again)" if repeats else words(config, axes)
+def configuration(config: Mapping[str, Any], repeats: str | None, axes: Sequence[str], kind: str = "quality") -> str:
+    """Write what a trial runs: its configuration, and what for; or which trial is only timed again."""
+    if repeats:
+        return f"(trial {repeats}, timed again)"
+    return words(config, axes) if kind == "quality" else f"{words(config, axes)} ({kind})"
 
 
 def parity(outcome: TrialOutcome) -> Text:

@@ -33,6 +33,9 @@ class Workload(Protocol):
     def of(self, setting: Setting) -> Work:
         """Return what it asks of a configuration."""
 
+    def tokens(self, seq_len: int) -> float | None:
+        """Return how many tokens one pass over it has; None where it has no end."""
+
 
 class FullRows:
     """The worst that data can be: every row is `seq_len` tokens long, and all of them are targets."""
@@ -41,6 +44,9 @@ class FullRows:
         rows, length = setting.system.micro_batch_size, setting.learning.seq_len
         tokens = setting.learning.global_batch_size * length
         return Work(MicroBatch(rows, length, length), MicroBatch(rows, length, length), tokens, tokens)
+
+    def tokens(self, seq_len: int) -> float | None:
+        return None
 
 
 class OfData:
@@ -59,6 +65,9 @@ class OfData:
             learning.seq_len, learning.global_batch_size, learning.seed, plan.dp, system.micro_batch_size,
             system.arrangement == "length", plan.pp > 1, keeps_heads(setting),
         )  # fmt: skip
+
+    def tokens(self, seq_len: int) -> float | None:
+        return float(sum(self._data[seq_len].train.samples().lengths))
 
     def _planned(self, seq_len: int, batch: int, seed: int) -> Sequence[Window]:
         samples = self._data[seq_len].train.samples()

@@ -156,6 +156,17 @@ class RunConfig:
         above=0,
     )
     max_updates: int | None = option(None, "stop after this many updates, though the schedule is longer", at_least=1)
+    give_up: str | None = option(
+        None,
+        "end where others have shown it to be worse: tokens:loss, comma separated; from so many tokens on, an eval "
+        "loss above this is one that cannot win",
+    )
+
+    @property
+    def rungs(self) -> tuple[tuple[int, float], ...]:
+        """What `give_up` says, as (tokens, loss). Raises ValueError where it is not of that form."""
+        parts = [part.split(":") for part in self.give_up.split(",")] if self.give_up else []
+        return tuple((int(tokens), float(loss)) for tokens, loss in parts)
 
 
 @dataclass(frozen=True)

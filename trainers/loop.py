@@ -211,7 +211,10 @@ def verdict(history: History, config: TrialConfig) -> StopReason | None:
         return "nan"
     if target is not None and last <= target:
         return "target"
-    return "diverged" if last > DIVERGED * first else None
+    if last > DIVERGED * first:
+        return "diverged"
+    behind = any(history.consumed_tokens >= tokens and last > loss for tokens, loss in config.run.rungs)
+    return "dominated" if behind else None
 
 
 def final_save(

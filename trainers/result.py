@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 GIB = 2**30
 
-StopReason = Literal["target", "budget", "nan", "diverged", "requested"]
+StopReason = Literal["target", "budget", "nan", "diverged", "dominated", "requested"]
 
 
 @dataclass(frozen=True)

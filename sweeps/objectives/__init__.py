@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trainers.registry import Registry
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is measured or believed of configurations: numbers, or arrays of them."""
+
+    memory_gib: Any
+    """the peak of a device"""
+    step_time_s: Any
+    """of an update"""
+    tokens: Any
+    """of an update over all ranks, without padding"""
+    targets: Any
+    workers: Any
+    tokens_to_target: Any
+    evaluating_s: Any
+    """all evaluations and saves up to the target"""
+    price: float = 1.0
+    """USD per GPU-hour"""
+    storage_usd: float = 0.0
+
+    @property
+    def time_to_target_s(self) -> Any:
+        return self.tokens_to_target / self.tokens * self.step_time_s + self.evaluating_s
+
+    @property
+    def cost_usd(self) -> Any:
+        return self.price * self.workers * self.time_to_target_s / 3600 + self.storage_usd
 
 
 @dataclass(frozen=True)
@@ -16,6 +45,8 @@ class Objective:
     direction: Literal["minimize", "maximize"]
     label: str  # column head, with unit
     best_word: str  # what the best trial is called
+    of: Callable[[Estimate], Any] | None = None
+    """what follows from an estimate; None: it is not known before a trial has run"""
 
     @property
     def sign(self) -> float:
@@ -26,6 +57,12 @@ class Objective:
 OBJECTIVES: Registry[Objective] = Registry("objective", __name__)
 
 
-def objective(name: str, direction: Literal["minimize", "maximize"], label: str, best_word: str) -> None:
+def objective(
+    name: str,
+    direction: Literal["minimize", "maximize"],
+    label: str,
+    best_word: str,
+    of: Callable[[Estimate], Any] | None = None,
+) -> None:
     """Register an objective over the metric of the same name."""
-    OBJECTIVES.register(name)(Objective(name, direction, label, best_word))
+    OBJECTIVES.register(name)(Objective(name, direction, label, best_word, of))

@@ -11,7 +11,7 @@ from typing import Any
 from sweeps.candidates import Candidate
 from sweeps.objectives import Objective
 from sweeps.outcome import TrialOutcome
-from sweeps.search import SEARCHERS, Searcher
+from sweeps.search import SEARCHERS, Knowledge, Searcher
 from sweeps.spec import axes
 from trainers.config import LearningConfig, SystemConfig
 
@@ -27,8 +27,14 @@ class Optuna(Searcher):
     objective are failed trials to Optuna, never a bad score.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], objectives: Sequence[Objective], seed: int) -> None:
-        super().__init__(candidates, objectives, seed)
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        objectives: Sequence[Objective],
+        seed: int,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        super().__init__(candidates, objectives, seed, knowledge)
         self._random = random.Random(seed)
         self._by_values = {_key(c.flat): c for c in self.candidates}
         self._values = {

@@ -1,0 +1,112 @@
+"""The default searcher: the trial next that is expected to add most to the frontier for the GPU time that it takes.
+
+Speed and memory are measured once for each way to divide the work (a probe), what is learned once for each way to learn
+(a quality run, on the fastest way to divide it), and costs are composed of both. Predictions are where it begins; what
+trials measure corrects them, with how uncertain that is (sweeps.guide.surrogate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sweeps.candidates import Candidate
+from sweeps.guide.arms import arms_of
+from sweeps.guide.beliefs import Learning, State, Systems
+from sweeps.guide.worth import UNLIKELY, Option, Worth
+from sweeps.objectives import Objective
+from sweeps.outcome import TrialOutcome
+from sweeps.search import SEARCHERS, Ask, Knowledge, Request, Searcher
+
+
+@SEARCHERS.register("guided")
+class Guided(Searcher):
+    """Picks by expected hypervolume improvement per GPU-second, and stops when too little is to be expected."""
+
+    exhaustive = False
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        objectives: Sequence[Objective],
+        seed: int,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        super().__init__(candidates, objectives, seed, knowledge)
+        self.arms = arms_of(self.candidates)
+        self._arm_of = {c.id: i for i, arm in enumerate(self.arms) for c in arm.by_learning.values()}
+        self._systems, self._learning = Systems(self.arms, self.knowledge), Learning(self.arms, self.knowledge)
+        self._outcomes: list[TrialOutcome] = []
+        self._pending: list[Request] = []
+
+    def ask(self) -> Request | Ask:
+        if not self.candidates:
+            return Ask.FINISHED
+        answer = self._next()
+        if isinstance(answer, Request):
+            self._pending.append(answer)
+            self.seen.add(answer.candidate.id)
+        return answer
+
+    def learn(self, outcome: TrialOutcome) -> None:
+        self._pending = [r for r in self._pending if (r.candidate.id, r.kind) != (outcome.candidate_id, outcome.kind)]
+        self._outcomes.append(outcome)
+
+    def choose(self) -> Candidate | Ask:
+        raise NotImplementedError("ask() is its own: a candidate may be asked for as several kinds of trial")
+
+    @property
+    def untried(self) -> list[Candidate]:
+        """Candidates whose way to divide the work no trial has had, and that are not ruled out."""
+        tried = {self._arm_of[r.candidate.id] for r in self._pending}
+        tried |= {i for o in self._outcomes if not o.cut_short and (i := self._systems.position(o)) is not None}
+        ruled_out = self.ruled_out
+        return [c for c in self.candidates if self._arm_of[c.id] not in tried and c.id not in ruled_out]
+
+    @property
+    def ruled_out(self) -> Mapping[str, str]:
+        state = self._state()
+        found = {i: why for i, why in state.out.items() if why == "inferred_oom"}
+        unlikely = (state.fits() < UNLIKELY) & ~state.measured
+        found |= {int(i): "predicted_oom" for i in np.flatnonzero(unlikely) if i not in state.out}
+        return {c.id: why for i, why in found.items() for c in self.arms[i].by_learning.values()}
+
+    def _state(self) -> State:
+        return self._systems.now(
+            self._outcomes, [self._arm_of[r.candidate.id] for r in self._pending if r.kind == "probe"]
+        )
+
+    def _next(self) -> Request | Ask:
+        seed = (self.seed, len(self._outcomes), len(self._pending))
+        known = (self.arms, self._learning, self._outcomes, self._pending)
+        worth = Worth(self._state(), *known, self.objectives, self.knowledge, seed)
+        options = [*worth.probes(), *worth.qualities()]
+        least = self.knowledge.least_gain
+        best = max((o for o in options if o.gain >= least), key=lambda o: o.gain / o.seconds, default=None)
+        if best is not None:
+            return _request(best, worth)
+        if self._pending:
+            return Ask.WAIT  # what is on its way may change what is to be expected
+        confirmed = worth.to_confirm()
+        if confirmed is not None:
+            return Request(confirmed, "confirmation", "the cost, which was composed, of a run as a whole")
+        self.why = _why(options, least)
+        return Ask.FINISHED
+
+
+def _request(option: Option, worth: Worth) -> Request:
+    what = "speed and memory" if option.kind == "probe" else "what it learns"
+    why = f"{what}: {option.gain:+.1%} of hypervolume expected for {option.seconds:.0f} GPU-s"
+    give_up = worth.give_up(option.candidate) if option.kind == "quality" else ()
+    return Request(option.candidate, option.kind, why, give_up)
+
+
+def _why(options: Sequence[Option], least: float) -> str:
+    """Say why no trial is left to run; empty where all that there are have run."""
+    if not options:
+        return ""
+    most = max(o.gain for o in options)
+    return (
+        f"no trial is expected to add {least:.2%} to the hypervolume; the best of {len(options)} would add {most:.2%}"
+    )
