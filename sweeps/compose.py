@@ -18,6 +18,8 @@ from sweeps.spec import axes
 from trainers.config import LearningConfig
 
 COST = "cost_per_quality_usd"
+OFF = "cost_over_composed"
+"""Figure of a confirmation: by how much its cost differs from what was composed for it, relatively."""
 
 
 @cache
@@ -68,6 +70,8 @@ def effective(outcomes: Sequence[TrialOutcome], price: float) -> list[TrialOutco
     whole = {_identity(o.config) for o in outcomes if o.competes and o.kind != "probe"}
 
     def of(outcome: TrialOutcome) -> TrialOutcome:
+        if outcome.kind == "confirmation" and (off := difference(outcome, outcomes, price)) is not None:
+            return outcome.model_copy(update={"metrics": {**outcome.metrics, OFF: off}})
         quality = best.get(key_of(load_of(outcome.config))) if outcome.competes and outcome.kind == "probe" else None
         config = {**outcome.config, **learning_of(quality.config)} if quality is not None else {}
         if quality is None or _identity(config) in whole:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.candidates import varying
+from sweeps.compose import COST, OFF
 from sweeps.outcome import TrialOutcome
 from sweeps.predict import STEP, SUM
 from sweeps.sweep import Report
@@ -37,6 +38,7 @@ def print_report(report: Report, resume_command: str) -> None:
     _print_scaling(console, report)
     _print_frontier(console, report)
     _print_others(console, report)
+    _print_confirmed(console, report)
     for text in report.warnings:
         console.print(Text(f"! {text}", style="yellow"))
     untried = f"; {report.untried} legal candidate(s) untried" if report.untried else ""
@@ -204,6 +206,19 @@ def _print_frontier(console: Console, report: Report) -> None:
     ]
     title = f"Frontier of {report.sweep_id}{target}"
     _print_table(console, title, heads, rows, wrapped=("configuration", "best at"))
+
+
+def _print_confirmed(console: Console, report: Report) -> None:
+    """Print by how much the costs of whole runs differ from what was composed for them."""
+    for outcome in report.outcomes:
+        if outcome.kind == "confirmation" and OFF in outcome.metrics:
+            cost, off = figure(outcome.metrics[COST]), outcome.metrics[OFF]
+            console.print(
+                f"confirmed: trial {outcome.trial_id}: {cost} USD to target, {off:+.1%} over what was composed"
+            )
+    composed = [f"{o.trial_id} with {o.composed_with}" for o in report.outcomes if o.composed_with is not None]
+    if composed:
+        console.print(f"composed costs, the speed of one trial with the learning of another: {', '.join(composed)}")
 
 
 def _print_others(console: Console, report: Report) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from sweeps import mlflow_view as view
 from sweeps import space
+from sweeps.compose import OFF
 from sweeps.mlflow_store import Artifacts, Store, brief, is_refusal, outages
 from sweeps.mlflow_store import tracking_uri as tracking_uri
 from sweeps.outcome import TrialOutcome
@@ -321,9 +322,9 @@ class Recorder:
         """Log what the configurations of probes cost, now that it is known, and whose learning that is."""
         for outcome in ending.outcomes:
             child = self._children.get(_key(outcome))
-            if outcome.composed_with is None or child is None or child.deleted:
+            if child is None or child.deleted or not (outcome.composed_with or OFF in outcome.metrics):
                 continue
-            tags = {"trial.composed_with": outcome.composed_with}
+            tags = {"trial.composed_with": outcome.composed_with} if outcome.composed_with else {}
             self._store.log(child.run_id, readings=view.final_metrics(outcome, self.spec.objectives), tags=tags)
 
     def _log_totals(self, ending: _Ending) -> None:

@@ -27,6 +27,9 @@ class Optuna(Searcher):
     objective are failed trials to Optuna, never a bad score.
     """
 
+    sampler = "TPESampler"
+    """that proposes, by its name in optuna.samplers"""
+
     def __init__(
         self,
         candidates: Sequence[Candidate],
@@ -87,7 +90,7 @@ class Optuna(Searcher):
                 space=self._define,
                 metric=[o.name for o in self.objectives],
                 mode=modes,
-                sampler=optuna.samplers.TPESampler(seed=self.seed),
+                sampler=getattr(optuna.samplers, self.sampler)(seed=self.seed),
                 points_to_evaluate=[self._free(known[o.candidate_id].flat) for o in earlier] or None,
             )
             for outcome in earlier:
