@@ -134,6 +134,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self._engine.destroy()
+        unpatched()
         super().close()
 
 
@@ -178,6 +179,17 @@ def imported(device: torch.device) -> Any:
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def unpatched() -> None:
+    """Give torch its own linear layer back. Stage 3 puts one of DeepSpeed's in its place for good.
+
+    That one keeps what any layer multiplied, frozen or not: later models of the process took more memory.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    if hasattr(Patches, "linear_bk"):
+        torch.nn.functional.linear = Patches.linear_bk
 
 
 def _gathered(parameter: nn.Parameter, setting: Setting, written: bool = False) -> Any:

@@ -192,7 +192,7 @@ def agreed(setting: Setting) -> Iterator[None]:
     if setting.options.get("zero_engine") != "deepspeed":
         yield
         return
-    from trainers.deepspeed_engine import imported
+    from trainers.deepspeed_engine import imported, unpatched
 
     imported(CPU)
     from deepspeed.comm import comm
@@ -205,7 +205,10 @@ def agreed(setting: Setting) -> Iterator[None]:
         mock.patch.object(comm, "cdb", None),
         mock.patch.dict("deepspeed.utils.groups.__dict__"),
     ):
-        yield
+        try:
+            yield
+        finally:
+            unpatched()
 
 
 @torch.no_grad()

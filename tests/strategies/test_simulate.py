@@ -119,6 +119,26 @@ def test_two_shallow_models_tell_what_a_deep_one_takes(name: str, simulator: Sim
         assert memory.reserved >= memory.allocated
 
 
+def test_no_simulation_changes_the_next(simulator: Simulator) -> None:
+    """One process, one after another: DeepSpeed's stage 3 exchanged torch's linear layer for one that keeps more."""
+    alone, sharded = (setting_of(*CASES[name]) for name in ("alone, recomputed", "zero 3"))
+    alone = dataclasses.replace(alone, system=dataclasses.replace(alone.system, activation_checkpointing="none"))
+    first, _, again = simulator.run([Task(shape(), one, BATCH) for one in (alone, sharded, alone)])
+    assert first == again
+
+
+def linear_after(system: dict[str, Any], learning: dict[str, Any]) -> bool:
+    """Return whether torch's linear layer is its own after an engine was closed."""
+    own = torch.nn.functional.linear
+    measured(system, learning)
+    return torch.nn.functional.linear is own
+
+
+@pytest.mark.slow
+def test_a_closed_engine_leaves_torch_as_it_was(ranks: Ranks) -> None:
+    assert ranks(2).run(linear_after, *CASES["zero 3"]) == [True, True]
+
+
 def loss_of_a_divided_vocabulary() -> tuple[int, int]:
     """Return the bytes of this rank's logits, and those that the loss needs beside them at most."""
     import torch.distributed as dist
