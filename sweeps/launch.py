@@ -15,12 +15,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sweeps.candidates import Cluster
+from sweeps.lane import Lane, switch_actor
 from sweeps.launcher import Desk, InlineLauncher, Launcher
 from sweeps.search import Ask
 from sweeps.spec import SweepSpec
@@ -116,7 +117,10 @@ class RayLauncher(Launcher):
         cluster = self.cluster()
         slots = cluster.workers
         limit = self._spec.ray.max_concurrent_trials or (slots if cluster.device == "cuda" else 1)
-        search = _tune_searcher()(desk, slots, self._settings(cluster, stored, board, storage))
+        widest = max(self._spec.system.values()["num_workers"])
+        lane = widest if limit == 1 else None  # trials side by side need processes of their own
+        settings = {**self._settings(cluster, stored, board, storage), "lane": lane}
+        search = _tune_searcher()(desk, slots, settings)
         tune.Tuner(
             tune.with_resources(run_trial, {"node:__internal_head__": 0.001}),
             tune_config=tune.TuneConfig(
@@ -182,52 +186,99 @@ def run_trial(assignment: Mapping[str, Any]) -> None:
     """A Tune trial: launch one Ray Train job and report its ending as a value, whatever it was."""
     from ray import tune
 
-    ending = run_job(assignment["job"], assignment["settings"])
+    run = run_on_lane if assignment["settings"]["lane"] is not None else run_job
+    ending = run(assignment["job"], assignment["settings"])
     tune.report({"ending": json.dumps(ending.to_json())})
 
 
 def run_job(job: Mapping[str, Any], settings: Mapping[str, Any]) -> Ending:
     """Run one trial as a Ray Train job of its own."""
+    from trainers.worker import train_worker
+
+    trainer = _trainer(train_worker, _of_trial(job, settings), job["num_workers"], settings)
+    return _ending(lambda: trainer.fit().return_value, settings)
+
+
+_lane: Lane | None = None  # of this process, which Tune uses for one trial after another
+
+
+def run_on_lane(job: Mapping[str, Any], settings: Mapping[str, Any]) -> Ending:
+    """Run one trial in the Ray Train job that ran the one before, or in a new one where that has ended."""
+    global _lane
+    if _lane is None or not _lane.open:
+        _lane = _new_lane(settings)
+    lane = _lane
+    ending = _ending(lambda: lane.run(_of_trial(job, settings)), settings)
+    if ending.fault is not None:
+        lane.close()
+        _lane = None
+    return ending
+
+
+def _new_lane(settings: Mapping[str, Any]) -> Lane:
+    from trainers.worker import lane_worker
+
+    name = f"{settings['board']}-{time.time_ns()}"
+    switch = switch_actor().options(name=name, num_cpus=0, max_concurrency=1000).remote()
+
+    def fit(name: str) -> None:
+        shared = {key: settings[key] for key in ("board", "timeout_s", "threads", "env")}
+        lane = {**shared, "switch": name, "namespace": NAMESPACE}
+        _trainer(lane_worker, lane, settings["lane"], settings).fit()
+
+    return Lane(switch, name, fit)
+
+
+def _of_trial(job: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank is told of its trial."""
+    return {
+        "config": job["config"],
+        "data": settings["stored"][job["seq_len"]],
+        "board": settings["board"],
+        "namespace": NAMESPACE,
+        "trial_id": job["trial_id"],
+        "num_workers": job["num_workers"],
+        "timeout_s": settings["timeout_s"],
+        "threads": settings["threads"],
+        "env": settings["env"],
+    }
+
+
+def _trainer(work: Callable[..., Any], told: Mapping[str, Any], workers: int, settings: Mapping[str, Any]) -> Any:
+    """Return a Ray Train job of some workers."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from trainers.worker import train_worker
-
     on_gpu = settings["device"] == "cuda"
-    trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={
-            "config": job["config"],
-            "data": settings["stored"][job["seq_len"]],
-            "board": settings["board"],
-            "namespace": NAMESPACE,
-            "trial_id": job["trial_id"],
-            "timeout_s": settings["timeout_s"],
-            "threads": settings["threads"],
-            "env": settings["env"],
-        },
+    return TorchTrainer(
+        work,
+        train_loop_config=dict(told),
         torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(settings["timeout_s"])),
         scaling_config=ScalingConfig(
-            num_workers=job["num_workers"],
+            num_workers=workers,
             use_gpu=on_gpu,
             resources_per_worker=settings["resources"],
             placement_strategy=settings["placement"],
         ),
         run_config=RunConfig(
             # A name of its own per attempt: a measurement starts anew and never resumes half-way.
-            name=f"{job['trial_id']}-{job['attempt']}-{time.time_ns()}",
+            name=f"{told.get('trial_id', 'lane')}-{time.time_ns()}",
             storage_path=settings["storage"],
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
+
+
+def _ending(run: Callable[[], Any], settings: Mapping[str, Any]) -> Ending:
+    """Return how a trial ended, whatever it was."""
     started, killed = time.time(), oom_kills()
     try:
-        fitted = trainer.fit()
+        result = run()
     except Exception as error:  # Ray raises several unrelated types; each becomes a value here
         fault = _fault(error, time.time() - started, settings["timeout_s"])
         return Ending(fault=proved(fault, oom_kills() - killed, host_usage()))
-    return Ending(result=fitted.return_value)
+    return Ending(result=result)
 
 
 def _fault(error: Exception, seconds: float, timeout_s: float) -> Fault:

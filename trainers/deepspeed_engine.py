@@ -39,7 +39,7 @@ class DeepSpeedEngine(Engine):
         world = self._layout.world
         ensure_group(world)
         for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.device.index or 0), ("WORLD_SIZE", world.size)):
-            os.environ.setdefault(name, str(value))  # it insists on them, also where the group is there already
+            os.environ[name] = str(value)  # it insists on them, also where the group is there already
         engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=self._optimizer_class(self._trained, **self._optimizer_options()),
@@ -134,7 +134,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self._engine.destroy()
-        unpatched()
+        released()
         super().close()
 
 
@@ -173,7 +173,10 @@ def imported(device: torch.device) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import deepspeed.ops
-    from deepspeed.utils import logger
+    from deepspeed.utils import groups, logger
+
+    if not _groups_before:
+        _groups_before.update({name: value for name, value in vars(groups).items() if not name.startswith("__")})
 
     logger.setLevel(logging.ERROR)
     if device.type == "cpu":
@@ -181,13 +184,23 @@ def imported(device: torch.device) -> Any:
     return deepspeed
 
 
-def unpatched() -> None:
-    """Give torch its own linear layer back. Stage 3 puts one of DeepSpeed's in its place for good.
+_groups_before: dict[str, Any] = {}
 
-    That one keeps what any layer multiplied, frozen or not: later models of the process took more memory.
+
+def released() -> None:
+    """Let DeepSpeed forget the process group, which later jobs of the process do not share, and undo its patches.
+
+    Stage 3 puts a linear layer of DeepSpeed's in the place of torch's, for good. That one keeps what any layer
+    multiplied, frozen or not: later models of the process took more memory.
     """
+    from deepspeed.comm import comm
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+    from deepspeed.utils import groups
 
+    comm.cdb = None
+    for name in [name for name in vars(groups) if name not in _groups_before and not name.startswith("__")]:
+        del vars(groups)[name]
+    vars(groups).update(_groups_before)
     if hasattr(Patches, "linear_bk"):
         torch.nn.functional.linear = Patches.linear_bk
 

@@ -192,7 +192,7 @@ def agreed(setting: Setting) -> Iterator[None]:
     if setting.options.get("zero_engine") != "deepspeed":
         yield
         return
-    from trainers.deepspeed_engine import imported, unpatched
+    from trainers.deepspeed_engine import imported, released
 
     imported(CPU)
     from deepspeed.comm import comm
@@ -203,12 +203,11 @@ def agreed(setting: Setting) -> Iterator[None]:
         mock.patch(f"{zero}.utils.assert_ints_same_as_other_ranks"),
         mock.patch(f"{zero}.partitioned_param_coordinator.assert_ints_same_as_other_ranks"),
         mock.patch.object(comm, "cdb", None),
-        mock.patch.dict("deepspeed.utils.groups.__dict__"),
     ):
         try:
             yield
         finally:
-            unpatched()
+            released()
 
 
 @torch.no_grad()

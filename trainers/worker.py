@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import ray
@@ -20,6 +22,50 @@ from trainers.loop import Hooks
 BOARD_TIMEOUT_S = 10.0
 
 
+def lane_worker(lane: Mapping[str, Any]) -> None:
+    """Run one rank of one trial after another, until there are no more.
+
+    `lane`: `switch` (the name of the actor that hands them out), and what `train_worker` is given beside a job's own
+    `config`, `data`, `trial_id` and `num_workers`.
+    """
+    switch = ray.get_actor(lane["switch"], namespace=lane["namespace"])
+    rank = ray_train.get_context().get_world_rank()
+    number = 0
+    while (job := ray.get(switch.job.remote(number))) is not None:
+        if rank < job["num_workers"]:
+            faulthandler.dump_traceback_later(lane["timeout_s"], exit=True, file=sys.__stderr__ or 2)
+            with _group_of(job, rank, switch, number, lane["timeout_s"]):
+                result = _run({**lane, **job}, job["num_workers"])
+            faulthandler.cancel_dump_traceback_later()
+            if rank == 0:
+                ray.get(switch.finish.remote(number, result))
+        number += 1
+
+
+@contextmanager
+def _group_of(job: Mapping[str, Any], rank: int, switch: Any, number: int, timeout_s: float) -> Iterator[None]:
+    """Leave the process group that there is, and join one of this trial's ranks alone."""
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its stubs
+
+    size, backend = job["num_workers"], "nccl" if job["config"]["run"]["device"] == "cuda" else "gloo"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    within = timedelta(seconds=timeout_s)
+    if rank == 0:
+        address = ray.util.get_node_ip_address()
+        store = TCPStore(address, 0, size, is_master=True, timeout=within, wait_for_workers=False)
+        ray.get(switch.meet.remote(number, address, store.port))
+    else:
+        address, port = ray.get(switch.meeting.remote(number))
+        store = TCPStore(address, port, size, is_master=False, timeout=within)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=within)
+    yield  # after a failure the process ends, group and all
+    dist.barrier()  # rank 0 holds the store: it leaves last
+    dist.destroy_process_group()
+
+
 def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run one rank of a trial and return its result as plain data.
 
@@ -28,6 +74,12 @@ def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
     """
     # A C timer: it fires even where the interpreter lock is held or a collective never returns.
     faulthandler.dump_traceback_later(job["timeout_s"], exit=True, file=sys.__stderr__ or 2)
+    result = _run(job, ray_train.get_context().get_world_size())
+    faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def _run(job: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     os.environ.update(job["env"])
     import torch
 
@@ -35,15 +87,12 @@ def train_worker(job: Mapping[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_available() and job["config"]["run"]["device"] == "cuda":
         # Ray lets the workers of a node see all of the job's GPUs; this one's is the one with its local rank.
         torch.cuda.set_device(ray_train.torch.get_device())
-    context = ray_train.get_context()
     config = configs.from_tree(configs.TrialConfig, job["config"])
     data = ray.get(job["data"])
     world = ranks.current(config.run.device)
-    assert world.size == context.get_world_size(), "Ray Train and torch.distributed disagree on the world"
+    assert world.size == world_size, "Ray Train and torch.distributed disagree on the world"
     hooks = _hooks(job) if world.rank == 0 else None
-    result = run_rank(config, data, world, hooks)
-    faulthandler.cancel_dump_traceback_later()
-    return result.to_json()
+    return run_rank(config, data, world, hooks).to_json()
 
 
 def _hooks(job: Mapping[str, Any]) -> Hooks:
