@@ -17,6 +17,7 @@ from sweeps.record import Recorder
 from sweeps.scaling import RATE
 from sweeps.search import Ask, Request, Searcher
 from sweeps.spec import SweepSpec
+from sweeps.standing import Standing, standing
 from sweeps.trial import Ending, Job
 from trainers.config import TrialConfig, from_tree, to_tree
 from trainers.result import TrialResult
@@ -39,6 +40,8 @@ class Screen(Protocol):
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None: ...
 
     def ended(self, outcome: TrialOutcome) -> None: ...
+
+    def stands(self, standing: Standing) -> None: ...
 
 
 class SweepDesk:
@@ -110,6 +113,7 @@ class SweepDesk:
                 self.searcher.tell(outcome)
             self.recorder.record(outcome)
             self.screen.ended(outcome)
+            self.screen.stands(standing(self.journal.outcomes, self.searcher.objectives, self.prices.gpu_hour))
 
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None:
         self.screen.progress(trial_id, facts)
@@ -122,7 +126,7 @@ class SweepDesk:
 
     def trials_left(self) -> int:
         """Return how many trials may still start."""
-        left = len(self.searcher.untried)
+        left = self.searcher.left
         limit = self.spec.budget.trials
         return left if limit is None else max(0, min(left, limit - self._finished))
 
@@ -151,7 +155,7 @@ class SweepDesk:
         spent = [name for name, is_spent in budgets.items() if is_spent]
         reasons = [f"budget.{name}={getattr(budget, name)} is spent" for name in spent]
         reasons += [text for text, holds in others.items() if holds]
-        if reasons and self.searcher.untried:
+        if reasons and self.searcher.left:
             self.why, self.spent = reasons[0], f"budget.{spent[0]}" if spent else None
         return bool(reasons)
 
@@ -190,7 +194,7 @@ class SweepDesk:
         every, outcomes = self.spec.remeasure_every, self.journal.outcomes
         since = list(itertools.takewhile(lambda o: o.repeats is None, reversed(outcomes)))
         ran = [o for o in outcomes if o.competes and o.metrics.get(RATE)]
-        if not every or not self.spec.measure_seconds or len(since) < every or not ran or not self.searcher.untried:
+        if not every or not self.spec.measure_seconds or len(since) < every or not ran or not self.searcher.left:
             return None
         if any(c.id in {o.candidate_id for o in ran} for c in self._running.values()):
             return None  # it is being timed

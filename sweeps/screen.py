@@ -14,7 +14,9 @@ from rich.text import Text
 
 from sweeps.candidates import Candidate, pruned_rules, varying
 from sweeps.outcome import TrialOutcome
+from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec
+from sweeps.standing import Standing
 from sweeps.trial import Job
 from sweeps.wording import FIGURES, clock, configuration, figure, state
 
@@ -30,6 +32,7 @@ class TerminalScreen:
         self._to_run = 0
         self._started = time.time()
         self._live: Live | None = None
+        self._standing, self._why = "", ""
 
     def note(self, text: str) -> None:
         self._console.print(Text(f"  {text}", style="dim"), soft_wrap=True)
@@ -39,7 +42,8 @@ class TerminalScreen:
         self._axes, self._to_run = varying(legal), to_run
         self._console.print(
             f"  {len(legal)} legal candidates, {len(candidates) - len(legal)} pruned; "
-            f"{to_run} trials to run (searcher={self._spec.searcher})"
+            f"{'at most ' if not SEARCHERS[self._spec.searcher].exhaustive else ''}{to_run} trials to run "
+            f"(searcher={self._spec.searcher})"
         )
         for rule, n in pruned_rules(candidates).most_common(8):
             self.note(f"pruned {n}: {rule}")
@@ -52,6 +56,7 @@ class TerminalScreen:
             "candidate": candidate.flat, "repeats": job.repeats, "kind": job.kind, "state": "starting",
             "since": time.time(),
         }  # fmt: skip
+        self._why = job.why
         if self._live is None:
             text = configuration(candidate.flat, job.repeats, self._axes, job.kind)
             why = f"  [{job.why}]" if job.why else ""
@@ -81,6 +86,11 @@ class TerminalScreen:
                 markup=False,
             )
 
+    def stands(self, standing: Standing) -> None:
+        self._standing = standing.text(self._spec.budget)
+        if self._live is None:
+            self._console.print(f"  {self._standing}", soft_wrap=True, markup=False)
+
     def close(self) -> None:
         """Leave the live table; further prints are plain."""
         if self._live is not None:
@@ -106,7 +116,9 @@ class TerminalScreen:
                 figure(row.get("loss")),
                 *(figure(metrics.get(name)) for name, _ in FIGURES),
             )
-        return Group(table, Text(f"  {self._clock()}   Ctrl-C stops; the sweep can be resumed", style="dim"))
+        below = [f"  {self._clock()}   Ctrl-C stops; the sweep can be resumed"]
+        below += [f"  {text}" for text in (self._standing, f"now for {self._why}" if self._why else "") if text]
+        return Group(table, *(Text(text, style="dim") for text in below))
 
     def _clock(self) -> str:
         elapsed = time.time() - self._started

@@ -120,6 +120,11 @@ class Searcher(ABC):
         return [c for c in self.candidates if c.id not in self.seen]
 
     @property
+    def left(self) -> int:
+        """How many trials it may still ask for, at most."""
+        return len(self.untried)
+
+    @property
     def ruled_out(self) -> Mapping[str, str]:
         """The candidates that need no trial, by id: what they are for certain, as `inferred_oom`."""
         return {}

@@ -65,6 +65,15 @@ class Guided(Searcher):
         return [c for c in self.candidates if self._arm_of[c.id] not in tried and c.id not in ruled_out]
 
     @property
+    def left(self) -> int:
+        if self.why:
+            return 0
+        arms = {self._arm_of[c.id] for c in self.untried}
+        learned = len(self._learning.keys) - len(self._learning.now(self._outcomes)[2])
+        confirmed = sum(o.kind == "confirmation" for o in self._outcomes)
+        return len(arms) + learned + max(0, self.knowledge.confirm - confirmed) if self.candidates else 0
+
+    @property
     def ruled_out(self) -> Mapping[str, str]:
         state = self._state()
         found = {i: why for i, why in state.out.items() if why == "inferred_oom"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from sweeps.candidates import Candidate
 from sweeps.outcome import TrialOutcome
+from sweeps.standing import Standing
 from sweeps.trial import Job
 
 
@@ -24,3 +25,5 @@ class SilentScreen:
     def progress(self, trial_id: str, facts: Mapping[str, Any]) -> None: ...
 
     def ended(self, outcome: TrialOutcome) -> None: ...
+
+    def stands(self, standing: Standing) -> None: ...

@@ -193,7 +193,7 @@ def test_the_sweep_in_full(store: Store) -> None:
     recorder.close(trials, front(trials), "FINISHED", "every legal candidate was tried", "2 configurations")
     (parent,) = store.runs("sweep")
     assert (parent.info.run_name, parent.info.status) == (SWEEP, "FINISHED")
-    assert parent.data.params.items() >= {"space": "lora_small", "searcher": "grid", "seed": "0"}.items()
+    assert parent.data.params.items() >= {"space": "lora_small", "searcher": "guided", "seed": "0"}.items()
     assert parent.data.tags["sweep.space_hash"] == view.space_hash(SPEC.model_copy(update={"runs_dir": "elsewhere"}))
     totals = {
         "sweep/frontier_size": 2.0,
