@@ -194,10 +194,17 @@ def released() -> None:
     multiplied, frozen or not: later models of the process took more memory.
     """
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
     from deepspeed.utils import groups
 
     comm.cdb = None
+    # Numbers of parameters and modules are compared between ranks, of which some may have had more jobs than others.
+    # That of modules is counted in a default argument.
+    Init.param_id = 0
+    for default in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
+        default[:] = [0]
     for name in [name for name in vars(groups) if name not in _groups_before and not name.startswith("__")]:
         del vars(groups)[name]
     vars(groups).update(_groups_before)

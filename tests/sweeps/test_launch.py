@@ -185,3 +185,29 @@ def test_the_rank_that_failed_first_is_the_cause() -> None:
     peer = WorkerFault(Fault("crash", "backward", 0, "RuntimeError: Connection closed by peer"))
     fault = _fault(WorkerGroupFailure({0: peer, 1: oom}), 1.0, 60.0)
     assert (fault.kind, fault.rank, fault.phase, fault.status) == ("host_oom", 1, "backward", "OOM")
+
+
+@pytest.mark.slow
+def test_a_trial_in_a_lane_is_what_it_is_in_a_job_of_its_own(cluster: str, store: str, tmp_path: Path) -> None:
+    """In the same processes after others, of one worker and of two: losses bit for bit, and the same memory."""
+    space_of: dict[str, Any] = {
+        "system__strategy": ["ddp", "zero"], "system__zero_stage": [3], "system__micro_batch_size": "4",
+        "learning__learning_rate": "3e-3", "budget__trials": None,
+    }  # fmt: skip
+    found = []
+    for at_once, workers in ((1, ["1", "2"]), (2, ["2"])):  # where two could run side by side, each has its processes
+        more = {**space_of, "system__num_workers": workers, "ray__max_concurrent_trials": at_once}
+        outcomes = run_sweep(spec_for(tmp_path / str(at_once), **more), SilentScreen()).outcomes
+        assert [o.status for o in outcomes] == ["COMPLETED"] * 2 * len(workers)
+        found.append({o.candidate_id: o.measured for o in outcomes})
+    lane, alone = found
+    for candidate, result in alone.items():
+        other = lane[candidate]
+        assert result is not None
+        assert other is not None
+        assert [u.loss for u in other.updates] == [u.loss for u in result.updates]
+        assert [e.loss for e in other.evaluations] == [e.loss for e in result.evaluations]
+        for phase, memory in result.memory.items():
+            for one, two in zip(memory.ranks, other.memory[phase].ranks, strict=True):
+                # Numbers that a library makes anew or finds from before: some hundred bytes.
+                assert vars(two.accounts) == pytest.approx(vars(one.accounts), abs=4096), phase
