@@ -39,7 +39,7 @@ from sweeps.search import SEARCHERS, Request, Searcher
 from sweeps.search.optuna import Optuna
 
 SHARES = (0.95, 0.99)
-MOST_TRIALS = 400
+MOST_TRIALS = 300
 MOST_OF_GP = 60  # each of its proposals takes seconds
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -160,10 +160,6 @@ def main() -> int:
     parser.add_argument("--table", default="cluster", help="cluster, or the name of a file in benchmarks/tables")
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
-    jobs = [(method, seed, chosen.table) for method in chosen.methods for seed in range(chosen.seeds)]
-    with ProcessPoolExecutor(chosen.processes) as pool:
-        runs = list(pool.map(search, *zip(*jobs, strict=True)))
-    by_method = {m: [r for (name, *_), r in zip(jobs, runs, strict=True) if name == m] for m in chosen.methods}
     seeds = [table_of(chosen.table, seed) for seed in range(chosen.seeds)]
     grid, factored = median([whole_grid(t) for t in seeds]), median([factored_grid(t) for t in seeds])
     first = seeds[0]
@@ -171,19 +167,27 @@ def main() -> int:
           f"{len(first.candidates)} candidates, {chosen.seeds} seeds")  # fmt: skip
     print(f"{'GPU-seconds until':24} {'95 %':>12} {'99 %':>12} {'of the grid':>12} {'reached':>8} {'cheapest':>9}")
     print(f"{'every candidate whole':24} {'':12} {grid:12,.0f} {1:12.2%}")
-    print(f"{'S + Q of them':24} {'':12} {factored:12,.0f} {factored / grid:12.2%}")
-    for method, of_method in by_method.items():
-        until = [median([run.until(share) for run in of_method]) for share in SHARES]
-        texts = [
-            f"{v:12,.0f}" if math.isfinite(v) else f"{'>' + format(longest(of_method), ',.0f'):>12}" for v in until
-        ]
-        part = f"{until[1] / grid:12.2%}" if math.isfinite(until[1]) else f"{'':12}"
-        reached = sum(math.isfinite(run.until(SHARES[1])) for run in of_method)
-        cheapest = median([run.best_cost for run in of_method])
-        print(f"{method:24} {texts[0]} {texts[1]} {part} {reached:4d}/{len(of_method)} {cheapest:9.3f}")
+    print(f"{'S + Q of them':24} {'':12} {factored:12,.0f} {factored / grid:12.2%}", flush=True)
+    by_method: dict[str, list[Run]] = {}
+    with ProcessPoolExecutor(chosen.processes) as pool:
+        for method in chosen.methods:
+            jobs = [(method, seed, chosen.table) for seed in range(chosen.seeds)]
+            by_method[method] = list(pool.map(search, *zip(*jobs, strict=True)))
+            print(line(method, by_method[method], grid), flush=True)
     draw(by_method, grid)
     print(json.dumps(summary(by_method, grid, factored)))
     return 0
+
+
+def line(method: str, runs: Sequence[Run], grid: float) -> str:
+    """Return the line of a method: medians, or where one is not reached what was spent in all."""
+    until = [median([run.until(share) for run in runs]) for share in SHARES]
+    bound = f"> {longest(runs):,.0f}"
+    texts = [f"{v:12,.0f}" if math.isfinite(v) else f"{bound:>12}" for v in until]
+    part = f"{until[1] / grid:12.2%}" if math.isfinite(until[1]) else f"{'':12}"
+    reached = sum(math.isfinite(run.until(SHARES[1])) for run in runs)
+    cheapest = median([run.best_cost for run in runs])
+    return f"{method:24} {texts[0]} {texts[1]} {part} {reached:4d}/{len(runs)} {cheapest:9.3f}"
 
 
 def longest(runs: Sequence[Run]) -> float:
