@@ -44,7 +44,8 @@ _GROUPS = {
     "tokens_per_second_per_device padding_share mfu hfu straggler_spread predicted_step_time_s",
     "step": "forward_share backward_share recompute_share collective_share transfer_share data_share "
     "pipeline_idle_share optimizer_share other_share profiled_step_time_s",
-    "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates",
+    "quality": "eval_loss eval_loss_start train_loss tokens_to_target consumed_tokens updates evaluations_to_target "
+    "saves_to_target",
     "cost": "cost_per_quality_usd cost_over_composed storage_usd startup_cost_usd gpu_hours save_gib",
     "parity": "parity_difference parity_tolerance miniature_difference",
     "time": "time_to_target_s eval_time_s save_time_s startup_time_s wall_time_s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import moocore
@@ -19,6 +19,8 @@ class Point:
 
     values: tuple[float, ...]
     trial_ids: tuple[str, ...]
+    tied: tuple[str, ...] = ()
+    """trials that it dominates by no more than what measuring scatters, simplest first"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Frontier:
                 {
                     "values": list(p.values),
                     "trial_ids": list(p.trial_ids),
-                    "tied": [],
+                    "tied": list(p.tied),
                     "config": dict(configs[p.trial_ids[0]]),
                 }
                 for p in self.points
@@ -90,6 +92,31 @@ def frontier(
     reference = np.array(reference_point, dtype=float) * signs if reference_point else default_reference(minimised)
     volume = hypervolume(minimised[kept], reference)
     return Frontier(tuple(objectives), tuple(points), tuple(float(x) for x in reference * signs), volume)
+
+
+def with_ties(front: Frontier, trials: Mapping[str, Mapping[str, float]]) -> Frontier:
+    """Return the frontier with the trials (id to metrics, simplest first) that are within the noise of its points.
+
+    What follows from a step's time scatters by both trials' `step_time_precision`; memory is counted, and does not.
+    """
+    on_it = {trial for point in front.points for trial in point.trial_ids}
+    others = {trial: metrics for trial, metrics in trials.items() if trial not in on_it}
+
+    def tied(point: Point) -> tuple[str, ...]:
+        noise = trials[point.trial_ids[0]].get("step_time_precision", 0.0)
+        return tuple(t for t, m in others.items() if _within(point, m, front.objectives, noise))
+
+    return replace(front, points=tuple(replace(p, tied=tied(p)) for p in front.points))
+
+
+def _within(point: Point, metrics: Mapping[str, float], objectives: Sequence[Objective], noise: float) -> bool:
+    allowed = math.hypot(noise, metrics.get("step_time_precision", 0.0))
+    for objective, best in zip(objectives, point.values, strict=True):
+        value = metrics.get(objective.name, math.nan)
+        slack = allowed * abs(best) if objective.timed else 0.0
+        if not objective.sign * value <= objective.sign * best + slack:
+            return False
+    return True
 
 
 def hypervolume(minimised: np.ndarray, reference: np.ndarray) -> float:

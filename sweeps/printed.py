@@ -197,7 +197,7 @@ def _print_frontier(console: Console, report: Report) -> None:
     heads = ["trial", "configuration", *(o.label for o in objectives), "best at"]
     rows = [
         [
-            ", ".join(point.trial_ids),
+            ", ".join(point.trial_ids) + (f" ≈ {', '.join(point.tied)}" if point.tied else ""),
             words(by_id[point.trial_ids[0]].config, axes),
             *(figure(v) for v in point.values),
             ", ".join(best.get(point.trial_ids[0], [])),
@@ -223,7 +223,11 @@ def _print_confirmed(console: Console, report: Report) -> None:
 
 def _print_others(console: Console, report: Report) -> None:
     ranks = report.frontier.ranks()
-    dominated = [o for o in report.outcomes if o.trial_id not in ranks and o.competes and not o.reason]
+    tied = {trial for point in report.frontier.points for trial in point.tied}
+    others = [o for o in report.outcomes if o.trial_id not in ranks and o.competes and not o.reason]
+    dominated = [o for o in others if o.trial_id not in tied]
+    if tied:
+        console.print("≈: dominated by less than the intervals of both step times")
     if dominated and ranks:
         console.print(f"dominated: {', '.join(o.trial_id for o in dominated)}")
     for outcome in report.outcomes:

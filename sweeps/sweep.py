@@ -28,7 +28,7 @@ from sweeps.launch import make_launcher
 from sweeps.machines import machine_here
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
-from sweeps.pareto import Frontier, frontier
+from sweeps.pareto import Frontier, frontier, with_ties
 from sweeps.predict import predict
 from sweeps.record import Recorder
 from sweeps.scaling import RATE, Scaling, draw, scaling
@@ -214,7 +214,8 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
     outcomes = list({o.trial_id: o for o in attempts}.values())  # of each trial the last attempt
     objectives = [OBJECTIVES[name] for name in spec.objectives]
     simplest_first = sorted((o for o in outcomes if o.competes), key=simplicity)
-    front = frontier({o.trial_id: o.metrics for o in simplest_first}, objectives)
+    figures = {o.trial_id: o.metrics for o in simplest_first}
+    front = with_ties(frontier(figures, objectives), figures)
     journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
     journal.write_candidates(candidates, {**desk.searcher.ruled_out, **states(outcomes)})
     tried = {o.candidate_id for o in outcomes if not o.cut_short}

@@ -49,6 +49,14 @@ class Objective:
     """what follows from an estimate; None: it is not known before a trial has run"""
 
     @property
+    def timed(self) -> bool:
+        """Tell whether it follows from how long a step takes."""
+        if self.of is None:
+            return False
+        one, two = (self.of(Estimate(1.0, step, 1.0, 1.0, 1.0, 1.0, 0.0)) for step in (1.0, 2.0))
+        return bool(one != two)
+
+    @property
     def sign(self) -> float:
         """Multiply a value by this to get something that is minimised."""
         return 1.0 if self.direction == "minimize" else -1.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from sweeps.objectives import OBJECTIVES, Objective
-from sweeps.pareto import Frontier, frontier
+from sweeps.pareto import Frontier, frontier, with_ties
 
 MEMORY, COST = OBJECTIVES["peak_memory_gib"], OBJECTIVES["cost_per_quality_usd"]
 SPEED, DEVICE_SPEED = OBJECTIVES["target_tokens_per_second"], OBJECTIVES["tokens_per_second_per_device"]
@@ -149,3 +149,21 @@ def test_json_form() -> None:
         "reference_point": [30, 0],
         "points": [{"values": [10, 100], "trial_ids": ["000", "001"], "tied": [], "config": {"micro_batch_size": 2}}],
     }
+
+
+def test_what_is_dominated_within_the_noise_is_tied() -> None:
+    """A step known to 3 % and one to 4 %: 5 % together. Memory does not scatter."""
+    objectives = [OBJECTIVES["peak_memory_gib"], OBJECTIVES["target_tokens_per_second"]]
+    figures = {
+        "000": {"peak_memory_gib": 10.0, "target_tokens_per_second": 100.0, "step_time_precision": 0.03},
+        "001": {"peak_memory_gib": 10.0, "target_tokens_per_second": 95.1, "step_time_precision": 0.04},
+        "002": {"peak_memory_gib": 10.0, "target_tokens_per_second": 94.9, "step_time_precision": 0.04},
+        "003": {"peak_memory_gib": 10.1, "target_tokens_per_second": 100.0, "step_time_precision": 0.04},
+        "004": {"peak_memory_gib": 10.0},
+    }
+    found = with_ties(frontier(figures, objectives), figures)
+    assert [(p.trial_ids, p.tied) for p in found.points] == [(("000",), ("001",))]
+    assert found.to_json({"000": {}})["points"][0]["tied"] == ["001"]
+    assert [o.name for o in (OBJECTIVES[name] for name in OBJECTIVES) if not o.timed] == [
+        "eval_loss", "host_peak_memory_gib", "peak_memory_gib",
+    ]  # fmt: skip
