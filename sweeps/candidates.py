@@ -9,10 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sweeps.spec import Axis, SweepSpec, axes
-from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree
+from trainers import config as configs
+from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree, to_tree
 from trainers.errors import UserError
 from trainers.plan import Plan
 from trainers.shape import ModelShape
@@ -89,6 +91,26 @@ def enumerate_candidates(spec: SweepSpec, context: Context) -> list[Candidate]:
         candidate = _candidate(spec.model, learning, system, context)
         found.setdefault(candidate.id, candidate)
     return list(found.values())
+
+
+def baseline_of(spec: SweepSpec, context: Context) -> Candidate | None:
+    """Return the candidate that the file `baseline` describes. Raises UserError where it is none, or not legal."""
+    if spec.baseline is None:
+        return None
+    path = Path(spec.baseline).expanduser()
+    if not path.is_file():
+        raise UserError(f"baseline={spec.baseline}: there is no such file")
+    try:
+        config = configs.load(path)
+    except UserError as error:
+        raise UserError([f"baseline={spec.baseline}: {fault}" for fault in error.faults]) from None
+    found = _candidate(spec.model, to_tree(config.learning), to_tree(config.system), context)
+    rules = list(found.reasons)
+    if context.launcher == "ray" and found.num_workers > context.cluster.workers:
+        rules.append(f"num_workers={found.num_workers}, and the cluster has room for {context.cluster.workers}")
+    if rules:
+        raise UserError([f"baseline={spec.baseline}: {rule}" for rule in rules])
+    return found
 
 
 def setting_of(config: Mapping[str, Any], context: Context) -> Setting | None:

@@ -76,6 +76,10 @@ class SweepDesk:
 
     # -- the launcher's side ------------------------------------------------------------------------------------
 
+    @property
+    def widest(self) -> int:
+        return max((c.num_workers for c in self.searcher.candidates), default=1)
+
     def next(self, free_workers: int) -> Job | Ask:
         signals.check()
         self._started = self._started or time.time()

@@ -13,7 +13,9 @@ from sweeps.spec import SweepSpec
 from trainers.result import GIB
 
 
-def knowledge_of(spec: SweepSpec, legal: Sequence[Candidate], context: Context, price: float) -> Knowledge:
+def knowledge_of(
+    spec: SweepSpec, legal: Sequence[Candidate], context: Context, price: float, baseline: str | None = None
+) -> Knowledge:
     """Return what is known before the first trial."""
     priors = {c.id: prior for c in legal if (prior := _prior(c, context)) is not None}
     defaults = Knowledge()
@@ -24,6 +26,7 @@ def knowledge_of(spec: SweepSpec, legal: Sequence[Candidate], context: Context, 
         tokens_per_trial=spec.budget.tokens_per_trial or _epochs(spec, legal, context) or defaults.tokens_per_trial,
         eval_every_tokens=spec.eval_every_tokens,
         measure_seconds=spec.measure_seconds,
+        baseline=baseline,
         confirm=spec.confirm,
         least_gain=spec.least_gain,
     )

@@ -117,8 +117,7 @@ class RayLauncher(Launcher):
         cluster = self.cluster()
         slots = cluster.workers
         limit = self._spec.ray.max_concurrent_trials or (slots if cluster.device == "cuda" else 1)
-        widest = max(self._spec.system.values()["num_workers"])
-        lane = widest if limit == 1 else None  # trials side by side need processes of their own
+        lane = desk.widest if limit == 1 else None  # trials side by side need processes of their own
         settings = {**self._settings(cluster, stored, board, storage), "lane": lane}
         search = _tune_searcher()(desk, slots, settings)
         tune.Tuner(

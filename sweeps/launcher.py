@@ -21,6 +21,10 @@ from trainers.prepare import TrialData
 class Desk(Protocol):
     """Who hands out trials and takes their endings: the sweep."""
 
+    @property
+    def widest(self) -> int:
+        """The most workers that a trial may have."""
+
     def next(self, free_workers: int) -> Job | Ask:
         """Return a job that needs at most `free_workers`, WAIT, or FINISHED."""
 

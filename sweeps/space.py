@@ -142,7 +142,7 @@ def validate(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> S
         faults += faults_of(error)
     faults += _registry_faults(tree)
     changes = {}
-    for key in ("model", "data", "eval_data", "cluster", "runs_dir"):
+    for key in ("model", "data", "eval_data", "cluster", "baseline", "runs_dir"):
         value = getattr(spec, key) if spec is not None else tree.get(key)
         if isinstance(value, str):  # of another type: told above
             changes[key] = _absolute(key, value, Path.cwd() if key in given or key == "runs_dir" else base, faults)
@@ -219,7 +219,7 @@ def _absolute(key: str, value: str, base: Path, faults: list[str]) -> str:
     path = Path(value).expanduser()
     if key == "runs_dir":
         return str((base / path).resolve())
-    if key == "cluster":  # a preset's name, or a file
+    if key in ("cluster", "baseline"):  # a preset's name, or a file
         return str((base / path).resolve()) if os.path.isfile(base / path) else value
     if not path.is_absolute() and os.path.exists(base / path) and value not in ("embedded",):
         value = str((base / path).resolve())

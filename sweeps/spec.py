@@ -225,6 +225,8 @@ class SweepSpec(Frozen):
     """seed of the searcher"""
     confirm: int = Field(default=3, ge=0)
     """with searcher=guided: how many configurations of the frontier are run whole in the end, to confirm their cost"""
+    baseline: str | None = None
+    """a job's file, as for `trainers.train`, with the configuration that you run now: a candidate, and first to run"""
     least_gain: float = Field(default=0.001, gt=0, lt=1)
     """with searcher=guided: it stops when no trial is expected to enlarge the hypervolume by this much, relatively"""
     budget: Budget = Budget()

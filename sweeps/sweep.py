@@ -14,6 +14,7 @@ from sweeps.candidates import (
     Candidate,
     Cluster,
     Context,
+    baseline_of,
     data_tree,
     enumerate_candidates,
     may_run,
@@ -107,10 +108,13 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         legality = faults.of(lambda: context_of(spec, cluster, shape))
         candidates = faults.of(lambda: enumerate_space(spec, legality)) if legality is not None else None
         candidates = candidates or []
+        baseline = faults.of(lambda: baseline_of(spec, legality)) if legality is not None else None
+        if baseline is not None and baseline.id not in {c.id for c in candidates}:
+            candidates = [baseline, *candidates]
         legal = faults.of(lambda: legal_of(candidates)) or []
         faults.of(lambda: check_writable(Path(spec.runs_dir)))
         price = faults.of(lambda: price_per_gpu_hour(spec, screen.note)) or 0.0
-        data = faults.of(lambda: tokenise(spec, screen)) or {}
+        data = faults.of(lambda: tokenise(spec, screen, legal)) or {}
         faults.raise_any()
         launcher.start()
         Recorder(spec, "", Path(spec.runs_dir)).check()
@@ -126,7 +130,8 @@ def run_sweep(spec: SweepSpec, screen: Screen, resumed: Journal | None = None) -
         journal.write_candidates(candidates, states(journal.outcomes))
         recorder = Recorder(spec, journal.sweep_id, journal.folder)
         objectives = [OBJECTIVES[name] for name in spec.objectives]
-        searcher = SEARCHERS[spec.searcher](legal, objectives, spec.seed, knowledge_of(spec, legal, context, price))
+        known = knowledge_of(spec, legal, context, price, baseline.id if baseline is not None else None)
+        searcher = SEARCHERS[spec.searcher](legal, objectives, spec.seed, known)
         for outcome in journal.outcomes:
             if not outcome.cut_short:
                 searcher.tell(outcome)
@@ -196,10 +201,10 @@ def too_wide(spec: SweepSpec, cluster: Cluster, widest: int) -> str:
     )
 
 
-def tokenise(spec: SweepSpec, screen: Screen) -> dict[int, TrialData]:
-    """Read the data once, and return it for each seq_len of the space."""
+def tokenise(spec: SweepSpec, screen: Screen, legal: Sequence[Candidate]) -> dict[int, TrialData]:
+    """Read the data once, and return it for each seq_len of the space, and of a baseline beside it."""
     tokenizer = model.tokenizer(spec.model, spec.model_revision)
-    lengths = list(dict.fromkeys(spec.learning.values()["seq_len"]))
+    lengths = list(dict.fromkeys([*spec.learning.values()["seq_len"], *(int(c.learning["seq_len"]) for c in legal)]))
     data = prepare(from_tree(TrialConfig, data_tree(spec)), tokenizer, lengths)
     for prepared in data.values():
         for note in prepared.notes:

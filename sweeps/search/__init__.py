@@ -71,6 +71,8 @@ class Knowledge:
     """most seconds for which a trial's steps are timed"""
     startup_s: float = 15.0
     """seconds of a trial outside its steps, as long as none has ended"""
+    baseline: str | None = None
+    """id of the candidate that runs first, as a whole: what a person runs today"""
     confirm: int = 3
     """how many of a composed frontier are run whole"""
     least_gain: float = 0.001
@@ -102,12 +104,17 @@ class Searcher(ABC):
         """Return a trial, WAIT, or FINISHED. No candidate is handed out twice for the same kind of trial."""
         if not self.untried:
             return Ask.FINISHED
-        chosen = self.choose()
+        chosen = self.first() or self.choose()
         if isinstance(chosen, Ask):
             return chosen
         assert chosen.id not in self.seen, "a searcher never hands out a candidate twice"
         self.seen.add(chosen.id)
         return Request(chosen)
+
+    def first(self) -> Candidate | None:
+        """Return the baseline, as long as it was not handed out."""
+        baseline = self.knowledge.baseline
+        return next((c for c in self.candidates if c.id == baseline and c.id not in self.seen), None)
 
     def tell(self, outcome: TrialOutcome) -> None:
         """Learn how a trial ended; its candidate is not handed out again."""

@@ -87,6 +87,8 @@ class Guided(Searcher):
         )
 
     def _next(self) -> Request | Ask:
+        if (baseline := self.first()) is not None:
+            return Request(baseline, "quality", "the baseline")
         seed = (self.seed, len(self._outcomes), len(self._pending))
         known = (self.arms, self._learning, self._outcomes, self._pending)
         worth = Worth(self._state(), *known, self.objectives, self.knowledge, seed)

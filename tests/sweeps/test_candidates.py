@@ -16,6 +16,7 @@ from sweeps import candidates as candidates_module
 from sweeps import spec as spec_module
 from sweeps.candidates import (
     Candidate,
+    baseline_of,
     enumerate_candidates,
     pruned_rules,
     trial_tree,
@@ -24,6 +25,7 @@ from sweeps.candidates import (
 from sweeps.spec import SweepSpec, axes
 from tests.sweeps.factories import CONDITIONAL, make_candidates, make_context, make_spec
 from trainers.config import LearningConfig, SystemConfig, TrialConfig, from_tree, to_tree
+from trainers.errors import UserError
 from trainers.plan import Plan
 from trainers.shape import ModelShape
 from trainers.strategies import STRATEGIES, Option, Strategy
@@ -337,3 +339,28 @@ def test_the_axes_are_the_fields_of_the_trainers_configs() -> None:
     assert len(names) == len(axes(LearningConfig)) + len(axes(SystemConfig))  # one flat name each
     assert math.prod(len(v) for v in make_spec().learning.values().values()) == 1
     assert make_spec().runs_dir == str(Path.cwd() / "runs")
+
+
+def test_a_baseline_is_the_candidate_that_a_jobs_file_describes(tmp_path: Path) -> None:
+    """Of the space it is the same one; beside it one more; what is illegal or no job's file is said by its file."""
+    tree = {"learning": {"global_batch_size": 4}, "system": {"micro_batch_size": ["1", "2"]}}
+    context = make_context(workers=2)
+    path = tmp_path / "now.yaml"
+    path.write_text("learning: {global_batch_size: 4}\nsystem: {micro_batch_size: 2}\n")
+    spec = make_spec({**tree, "baseline": str(path)})
+    found = baseline_of(spec, context)
+    assert found == make_candidates(tree)[1]
+    path.write_text("learning: {global_batch_size: 8}\nsystem: {strategy: fsdp2, num_workers: 2}\n")
+    other = baseline_of(spec, context)
+    assert other is not None
+    assert other.id not in {c.id for c in make_candidates(tree)}
+    for text, said in (
+        ("system: {micro_batch_size: 3}\nlearning: {global_batch_size: 4}", "is not divisible"),
+        ("system: {num_workers: 4}\nlearning: {global_batch_size: 4}", "the cluster has room for 2"),
+        ("system: {stratgy: ddp}", "did you mean system.strategy"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"baseline=.*{said}"):
+            baseline_of(spec, context)
+    with pytest.raises(UserError, match=r"baseline=nowhere\.yaml: there is no such file"):
+        baseline_of(make_spec({**tree, "baseline": "nowhere.yaml"}), context)

@@ -16,7 +16,7 @@ import sweeps.search
 from sweeps.candidates import Candidate
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
-from sweeps.search import SEARCHERS, Ask, Request, Searcher
+from sweeps.search import SEARCHERS, Ask, Knowledge, Request, Searcher
 from tests.sweeps.factories import CONDITIONAL, make_candidates, make_outcome
 from trainers.errors import UserError
 from trainers.registry import Registry
@@ -221,6 +221,18 @@ def test_holes_in_the_space(name: str) -> None:
     """Illegal combinations are not among the candidates; the rest is no product of axes any more."""
     holes = [c for n, c in enumerate(CANDIDATES) if n not in (0, 3, 4, 10)]
     assert sorted(run(make(name, holes), good)) == sorted(c.id for c in holes)
+
+
+@each_searcher
+def test_a_baseline_runs_first_and_whole(name: str) -> None:
+    knowledge = Knowledge(baseline=CANDIDATES[7].id)
+    searcher = SEARCHERS[name](CANDIDATES, [OBJECTIVES[o] for o in THREE], 0, knowledge)
+    first = searcher.ask()
+    assert isinstance(first, Request)
+    assert (first.candidate.id, first.kind) == (CANDIDATES[7].id, "quality")
+    searcher.tell(good(first.candidate))
+    again = searcher.ask()
+    assert not isinstance(again, Request) or (again.candidate.id, again.kind) != (CANDIDATES[7].id, "quality")
 
 
 # -- what the names promise -----------------------------------------------------------------------------------------
