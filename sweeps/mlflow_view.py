@@ -373,7 +373,13 @@ def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str]) -> dict[
     return {
         **_PAGE,
         "searchFilter": f"tags.sweep.role = 'trial' and tags.sweep.id = '{sweep}'",
-        "selectedColumns": [*columns, "tags.`trial.status`", "tags.`trial.reason`", "tags.`parity.verdict`"],
+        "selectedColumns": [
+            *columns,
+            "tags.`trial.status`",
+            "tags.`trial.kind`",
+            "tags.`trial.reason`",
+            "tags.`parity.verdict`",
+        ],
         "compareRunCharts": charts,
         "compareRunSections": sections,
     }
