@@ -44,6 +44,7 @@ class Cluster:
     workers: int  # ranks that fit side by side
     description: str
     accelerator: str = ""  # a part of the GPUs' name, as H100; empty: not known
+    memory_gib: float | None = None  # of a GPU; None: not known
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ def composed(system: Mapping[str, float], quality: Mapping[str, float], workers:
     saving = quality.get("saves_to_target", 0) * system.get("save_time_s", 0.0)
     seconds = tokens / rate + evaluating + saving
     storage = quality.get("storage_usd", 0.0)
+    learned = {name: quality[name] for name in ("eval_loss",) if name in quality}
     return {
+        **learned,
         "tokens_to_target": tokens,
         "time_to_target_s": seconds,
         "storage_usd": storage,

@@ -33,12 +33,15 @@ def knowledge_of(
 
 
 def capacity(spec: SweepSpec, context: Context) -> float | None:
-    """Return the GiB that a device's allocator can have: what a person allows, or what the cluster's preset says."""
+    """Return the GiB that a device's allocator can have: what a person allows, what there is, or what a preset says."""
     if spec.memory_limit_gib is not None:
         return spec.memory_limit_gib
-    if spec.cluster is None or context.cluster.device != "cuda":
+    if context.cluster.device != "cuda":
         return None
-    return load_cluster(spec.cluster).device_memory_gib - OUTSIDE_GIB
+    there = context.cluster.memory_gib
+    if there is None and spec.cluster is not None:
+        there = load_cluster(spec.cluster).device_memory_gib
+    return there - OUTSIDE_GIB if there is not None else None
 
 
 def _prior(candidate: Candidate, context: Context) -> Prior | None:

@@ -30,6 +30,7 @@ from trainers.diagnose import Fault, WorkerFault, root_cause
 from trainers.errors import UserError
 from trainers.memory import host_usage, oom_kills
 from trainers.prepare import TrialData
+from trainers.result import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "sweep"
@@ -71,6 +72,7 @@ class RayLauncher(Launcher):
             total, where = ray.cluster_resources(), f"Ray cluster {self._address}"
             cpus, gpus, nodes = total.get("CPU", 0.0), int(total.get("GPU", 0)), len(ray.nodes())
             kinds = [name.partition(":")[2] for name in total if name.startswith("accelerator_type:")]
+            memory = None
         else:
             import torch
 
@@ -78,12 +80,13 @@ class RayLauncher(Launcher):
             from trainers import hardware
 
             kinds = [hardware.model_of(torch.cuda.get_device_name())] if gpus else []
+            memory = torch.cuda.get_device_properties(0).total_memory / GIB if gpus else None
         device = ("cuda" if gpus else "cpu") if self._spec.device == "auto" else self._spec.device
         by_cpu = int(cpus / self._spec.ray.cpus_per_worker + 1e-9)
         workers = min(gpus, by_cpu) if device == "cuda" else by_cpu
         backend = "cuda (nccl)" if device == "cuda" else "cpu (gloo): speed and memory are this CPU's, not a GPU's"
         detail = f"{where}: {nodes} node(s), {cpus:g} CPUs, {gpus} GPUs; running on {backend}"
-        return Cluster(device, workers, detail, kinds[0].split("-")[0] if kinds else "")
+        return Cluster(device, workers, detail, kinds[0].split("-")[0] if kinds else "", memory)
 
     def start(self) -> None:
         self._connect()

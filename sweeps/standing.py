@@ -10,6 +10,7 @@ from sweeps.objectives import Objective
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import frontier
 from sweeps.spec import Budget
+from sweeps.wording import counted
 
 
 @dataclass(frozen=True)
@@ -18,31 +19,31 @@ class Standing:
 
     trials: int
     gpu_hours: float
-    hypervolume: float | None
-    """in the product of the objectives' units; None: nothing has a value for every objective yet"""
+    points: int
+    """on the frontier"""
     gain: float | None
-    """of the last trial, relative; None: there was nothing before"""
+    """of hypervolume by the last trial, relative; None: there was nothing before"""
 
     def text(self, budget: Budget) -> str:
         """Return it in a line, with what the budget allows."""
         trials = f"{self.trials}{f' of {budget.trials}' if budget.trials else ''} trials"
         hours = f"{self.gpu_hours:.3g}{f' of {budget.gpu_hours:g}' if budget.gpu_hours else ''} GPU-hours"
-        if self.hypervolume is None:
+        if not self.points:
             return f"{trials}, {hours}; no frontier yet"
-        gained = f" ({self.gain:+.1%})" if self.gain is not None else ""
-        return f"{trials}, {hours}; hypervolume {self.hypervolume:.4g}{gained}"
+        gained = f", hypervolume {self.gain:+.1%} by this trial" if self.gain is not None else ""
+        return f"{trials}, {hours}; {counted(self.points, 'configuration')} on the frontier{gained}"
 
 
 def standing(outcomes: Sequence[TrialOutcome], objectives: Sequence[Objective], price: float) -> Standing:
     """Return where a sweep stands; both hypervolumes against the reference point of all trials so far."""
-    counted = [o for o in outcomes if o.repeats is None and not o.cut_short]
+    trials = [o for o in outcomes if o.repeats is None and not o.cut_short]
     hours = sum(o.gpu_hours for o in outcomes)
-    now = frontier(_figures(counted, price), objectives)
+    now = frontier(_figures(trials, price), objectives)
     if now.hypervolume is None:
-        return Standing(len(counted), hours, None, None)
-    before = frontier(_figures(counted[:-1], price), objectives, now.reference_point).hypervolume
+        return Standing(len(trials), hours, 0, None)
+    before = frontier(_figures(trials[:-1], price), objectives, now.reference_point).hypervolume
     gain = now.hypervolume / before - 1 if before else None
-    return Standing(len(counted), hours, now.hypervolume, gain)
+    return Standing(len(trials), hours, len(now.points), gain)
 
 
 def _figures(outcomes: Sequence[TrialOutcome], price: float) -> dict[str, dict[str, float]]:

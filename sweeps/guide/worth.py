@@ -109,6 +109,8 @@ class Worth:
             limit = BEHIND * needed if needed is not None else self._knowledge.tokens_per_trial
             seconds = self.state.startup_s + limit / self.state.tokens[arm] * np.exp(self.state.step[arm])
             gain = self._gain_of_learning(load, arm, np.exp(mean[n] + z * sd[n]))
+            if any(o.learned for o in self._objectives):
+                gain = max(gain, 2 * self._knowledge.least_gain)
             cost = float(seconds * self.state.workers[arm])
             yield Option(self._arms[arm].by_learning[key], "quality", gain, cost)
 
@@ -140,7 +142,7 @@ class Worth:
     def _depends_on_learning(self) -> bool:
         """Tell whether an objective changes with the tokens to the target, or is one that only a whole run has."""
         one, two = (self._values(self.state.step, self.state.memory, n * self._tokens) for n in (1, 2))
-        return not np.array_equal(one, two) or any(o.of is None for o in self._objectives)
+        return not np.array_equal(one, two) or any(o.learned for o in self._objectives)
 
     def _fastest(self, load: str, learning: str) -> int | None:
         """Return the arm of a load that was measured fastest and may learn so.

@@ -47,6 +47,8 @@ class Objective:
     best_word: str  # what the best trial is called
     of: Callable[[Estimate], Any] | None = None
     """what follows from an estimate; None: it is not known before a trial has run"""
+    learned: bool = False
+    """whether it follows from what is learned alone, so that every learning configuration must run to know it"""
 
     @property
     def timed(self) -> bool:
@@ -71,6 +73,7 @@ def objective(
     label: str,
     best_word: str,
     of: Callable[[Estimate], Any] | None = None,
+    learned: bool = False,
 ) -> None:
     """Register an objective over the metric of the same name."""
-    OBJECTIVES.register(name)(Objective(name, direction, label, best_word, of))
+    OBJECTIVES.register(name)(Objective(name, direction, label, best_word, of, learned))
