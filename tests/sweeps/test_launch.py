@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from sweeps import space
-from sweeps.launch import _fault, _tune_searcher, proved
+from sweeps.jobs import fault_of_job, proved
+from sweeps.launch import _tune_searcher
 from sweeps.predict import SUM
 from sweeps.search import Ask
 from sweeps.spec import SweepSpec
@@ -183,7 +184,7 @@ class WorkerGroupFailure(Exception):
 def test_the_rank_that_failed_first_is_the_cause() -> None:
     oom = WorkerFault(Fault("host_oom", "backward", 1, "DefaultCPUAllocator: can't allocate memory"))
     peer = WorkerFault(Fault("crash", "backward", 0, "RuntimeError: Connection closed by peer"))
-    fault = _fault(WorkerGroupFailure({0: peer, 1: oom}), 1.0, 60.0)
+    fault = fault_of_job(WorkerGroupFailure({0: peer, 1: oom}), 1.0, 60.0)
     assert (fault.kind, fault.rank, fault.phase, fault.status) == ("host_oom", 1, "backward", "OOM")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -242,6 +243,22 @@ def test_grid_is_the_order_of_the_space() -> None:
     assert run(make("grid"), good) == [c.id for c in CANDIDATES]
 
 
+def test_factored_is_every_arm_once_and_every_learning_once() -> None:
+    """Full, and lora with two ranks, are 3 loads of 2 learning rates; each × 2 micro batches: 6 probes, 6 whole runs."""
+    order = asked(make("factored"), good)
+    assert [r.kind for r in order] == ["probe"] * 6 + ["quality"] * 6
+    learned = [json.dumps(dict(r.candidate.learning), sort_keys=True) for r in order[6:]]
+    assert len(set(learned)) == 6
+    # On the faster of both micro batches, by what the probes measured.
+    rate = {r.candidate.id: good(r.candidate).metrics["tokens_per_second"] for r in order[:6]}
+    by_load = {r.candidate.id: r.candidate.flat for r in order[:6]}
+    for request in order[6:]:
+        flat = request.candidate.flat
+        alike = [i for i, c in by_load.items() if all(c.get(n) == flat.get(n) for n in ("adapter", "lora_rank"))]
+        fastest = by_load[max(alike, key=lambda i: rate[i])]
+        assert flat["micro_batch_size"] == fastest["micro_batch_size"]
+
+
 def test_random_depends_on_the_seed() -> None:
     assert len({tuple(run(make("random", seed=seed), good)) for seed in range(5)}) > 1
 
@@ -299,5 +316,5 @@ def test_every_module_registers_something(
 
 
 def test_an_unknown_searcher_is_named_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"unknown searcher 'gird' \(did you mean grid\?\); available: grid"):
+    with pytest.raises(UserError, match=r"unknown searcher 'gird' \(did you mean grid\?\); available: factored, grid"):
         SEARCHERS["gird"]

@@ -390,7 +390,7 @@ epochs: 0
     arguments = ("learning_rate=1e-4", "system.micro_batch=3", "budget.trial=3", "device=gpu", "eval_fraction=0.95")
     expected = [
         "unknown key modle=x (did you mean model?)",
-        "searcher=gridd: unknown (did you mean grid?); allowed: grid",
+        "searcher=gridd: unknown (did you mean grid?); allowed: factored, grid",
         "objectives: unknown objective 'peak_memroy_gib' (did you mean peak_memory_gib?); allowed: ",
         "unknown key learning.lora_rnk=3 (did you mean learning.lora_rank?)",
         "learning.adapter=lorra: allowed: full, lora, qlora (did you mean lora?)",
