@@ -244,7 +244,7 @@ def test_grid_is_the_order_of_the_space() -> None:
 
 
 def test_factored_is_every_arm_once_and_every_learning_once() -> None:
-    """Full, and lora with two ranks, are 3 loads of 2 learning rates; each × 2 micro batches: 6 probes, 6 whole runs."""
+    """Full, and lora with two ranks, are 3 loads of 2 learning rates; × 2 micro batches: 6 probes, 6 whole runs."""
     order = asked(make("factored"), good)
     assert [r.kind for r in order] == ["probe"] * 6 + ["quality"] * 6
     learned = [json.dumps(dict(r.candidate.learning), sort_keys=True) for r in order[6:]]
