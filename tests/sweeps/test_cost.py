@@ -73,6 +73,8 @@ def test_target_held_from_the_start_costs_one_evaluation() -> None:
     result = make_result(evaluations((0, 1.0, 2.0), (1000, 0.9, 2.0)), [make_update(0.5)], num_workers=3)
     assert quality_figures(result, 1.5, Prices(3600.0)) == {
         "tokens_to_target": 0.0,
+        "evaluations_to_target": 1,
+        "saves_to_target": 0,
         "time_to_target_s": 2.0,
         "storage_usd": 0.0,
         "cost_per_quality_usd": pytest.approx(3 * 2.0),
