@@ -1,6 +1,6 @@
 """Seconds of a trial outside training, beside the same trials in a plain Tune + TorchTrainer script (plain_tune.py).
 
-Run:    python benchmarks/startup.py            # some minutes on 2 cores
+Run:    python benchmarks/startup.py            # five minutes on 2 cores
         python benchmarks/startup.py --trials 4 --workers 2
 Reads:  both train the same configurations of the embedded model, one after another, with the same number of ranks, the
         same environment and the same job; from when the first trial is handed out to when the last one has ended, Ray
@@ -75,7 +75,7 @@ def plain(trials: int, workers: int, folder: Path, environment: dict[str, str]) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="seconds of a trial outside training, beside a plain script")
-    parser.add_argument("--trials", type=int, default=6)
+    parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2)
     chosen = parser.parse_args()
     environment = {**os.environ, **RAY_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

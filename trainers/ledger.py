@@ -118,7 +118,10 @@ class _Ledger:
         before, after = share.gradients_before, share.gradients
         passing = self._passing()
         one = self._block()
-        recomputed = one if self.setting.system.activation_checkpointing != "none" else 0.0
+        # What selective recomputation has kept of a block is not made again.
+        recomputed = {"none": 0.0, "full": one, "selective": max(one - kept, 0.0)}[
+            self.setting.system.activation_checkpointing
+        ]
         # By the time that the last block's backward pass runs, the head's gradient is there; by the first's, all are.
         embedding = after * self.own.embedding / max(self.own.trained, 1)
         head_gradient = embedding

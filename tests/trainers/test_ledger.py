@@ -113,3 +113,11 @@ def test_what_is_kept_in_host_memory_is_not_on_the_device() -> None:
         for on in (False, True)
     )
     assert kept / offloaded == pytest.approx(32, rel=0.2)  # of 32 blocks one
+
+
+def test_what_selective_recomputation_has_kept_is_not_made_again() -> None:
+    """FSDP2 on two CPU workers, 8 rows of 544 tokens of which 359 have logits: a trial's trace counted 137.8 MiB."""
+    embedded = ModelShape("embedded", "llama", 128, 344, 4, 4, 2, 32, 260, 4096, True)
+    more = {"strategy": "fsdp2", "num_workers": 2, "micro_batch_size": 8, "activation_checkpointing": "selective"}
+    one = setting(embedded, more, device="cpu", adapter="lora", lora_rank=8, global_batch_size=16)
+    assert peak(predict(embedded, one, MicroBatch(8, 544, 359)))[1].total / 2**20 == pytest.approx(137.8, rel=0.02)
