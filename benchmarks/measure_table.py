@@ -21,7 +21,7 @@ from benchmarks import replay, tables
 from benchmarks.replay import LearningTruth, SystemTruth, Table
 from sweeps import space
 from sweeps.candidates import Candidate
-from sweeps.compose import key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, key_of, learning_of, system_of
 from sweeps.guide.arms import arms_of
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
@@ -34,11 +34,7 @@ def table_of(folder: Path, name: str) -> Table:
     journal = Journal(folder)
     spec = space.validate(journal.spec_tree(), Path.cwd(), {})
     outcomes = [o for o in journal.read() if o.repeats is None]
-    systems = {
-        (key_of(load_of(o.config)), key_of(system_of(o.config))): truth
-        for o in outcomes
-        if (truth := _system(o)) is not None
-    }
+    systems = {arm_key(o.config): truth for o in outcomes if (truth := _system(o)) is not None}
     learnings = {
         key_of(learning_of(o.config)): LearningTruth(o.curve) for o in outcomes if o.kind != "probe" and o.curve
     }

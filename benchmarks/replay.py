@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.candidates import Candidate
-from sweeps.compose import composed, key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, composed, key_of, learning_of
 from sweeps.objectives import OBJECTIVES, Objective
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import default_reference, hypervolume
@@ -72,7 +72,7 @@ class Table:
         return [OBJECTIVES[name] for name in NAMES]
 
     def system(self, config: Mapping[str, Any]) -> SystemTruth:
-        return self.systems[key_of(load_of(config)), key_of(system_of(config))]
+        return self.systems[arm_key(config)]
 
     def learning(self, config: Mapping[str, Any]) -> LearningTruth:
         return self.learnings[key_of(learning_of(config))]
@@ -83,7 +83,7 @@ class Table:
         if shuffled is not None:
             pairs = list(self.systems)
             dealt = dict(zip(pairs, random.Random(shuffled).sample(pairs, len(pairs)), strict=True))
-            of = [(key_of(load_of(c.flat)), key_of(system_of(c.flat))) for c in self.candidates]
+            of = [arm_key(c.flat) for c in self.candidates]
             priors = [self.systems[dealt[pair]].prior for pair in of]
         last = next(iter(self.learnings.values())).curve
         return Knowledge(

@@ -33,7 +33,7 @@ if not __package__:
 
 from benchmarks import replay, tables
 from benchmarks.replay import Table
-from sweeps.compose import COST, effective, key_of, learning_of, load_of, system_of
+from sweeps.compose import COST, arm_key, effective, key_of, learning_of
 from sweeps.outcome import TrialOutcome
 from sweeps.search import SEARCHERS, Request, Searcher
 from sweeps.search.optuna import Optuna
@@ -133,7 +133,7 @@ def factored_grid(table: Table) -> float:
     quickest: dict[str, float] = {}
     for candidate in table.candidates:
         flat = candidate.flat
-        pair = key_of(load_of(flat)), key_of(system_of(flat))
+        pair = arm_key(flat)
         probes[pair] = table.seconds(Request(candidate, "probe")) * candidate.num_workers
         if table.system(flat).memory_gib <= table.capacity_gib:
             whole, key = table.seconds(Request(candidate)), key_of(learning_of(flat))

@@ -13,7 +13,7 @@ from benchmarks.replay import LearningTruth, SystemTruth, Table
 from sweeps import space
 from sweeps.candidates import Candidate, Cluster, Context, enumerate_candidates
 from sweeps.clusters import load_cluster
-from sweeps.compose import key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, key_of, learning_of
 from sweeps.forecast import OUTSIDE_GIB
 from sweeps.machines import machine_of
 from sweeps.plan import shape_of
@@ -47,7 +47,7 @@ def cluster_table(seed: int) -> Table:
     memory: dict[str, float] = {}
     systems: dict[tuple[str, str], SystemTruth] = {}
     for candidate in candidates:
-        pair = key_of(load_of(candidate.flat)), key_of(system_of(candidate.flat))
+        pair = arm_key(candidate.flat)
         if pair in systems:
             continue
         names = ("strategy", "zero_stage", "reshard_after_forward")

@@ -48,6 +48,11 @@ def key_of(part: Mapping[str, Any]) -> str:
     return json.dumps(part, sort_keys=True)
 
 
+def arm_key(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is the same for configurations that take the same time and memory: their load, and their system."""
+    return key_of(load_of(config)), key_of(system_of(config))
+
+
 def best_learning(outcomes: Iterable[TrialOutcome]) -> dict[str, TrialOutcome]:
     """Return by load the trial that reached the target with the fewest tokens."""
     found: dict[str, TrialOutcome] = {}
@@ -97,8 +102,12 @@ def composed(system: Mapping[str, float], quality: Mapping[str, float], workers:
     seconds = tokens / rate + evaluating + saving
     storage = quality.get("storage_usd", 0.0)
     learned = {name: quality[name] for name in ("eval_loss",) if name in quality}
+    return learned | of_target(tokens, seconds, workers, price, storage)
+
+
+def of_target(tokens: float, seconds: float, workers: int, price: float, storage: float) -> dict[str, float]:
+    """Return the figures of a target that was reached: `price` in USD per GPU-hour, `storage` in USD."""
     return {
-        **learned,
         "tokens_to_target": tokens,
         "time_to_target_s": seconds,
         "storage_usd": storage,

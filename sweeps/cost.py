@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sweeps import compose
 from sweeps.spec import SweepSpec
 from trainers.result import GIB, Evaluation, TrialResult
 from trainers.timing import summarize
@@ -63,11 +64,5 @@ def quality_figures(result: TrialResult, target: float | None, prices: Prices) -
     kept_gib = result.saves[-1].bytes / GIB if result.saves else 0.0
     moved_gib = sum(s.bytes for s in result.saves) / GIB
     storage = kept_gib * prices.gib_month * prices.months + moved_gib * prices.gib_io
-    return {
-        "tokens_to_target": crossed,
-        "evaluations_to_target": len(evaluated),
-        "saves_to_target": len(saves),
-        "time_to_target_s": seconds,
-        "storage_usd": storage,
-        "cost_per_quality_usd": prices.gpu_hour * result.num_workers * seconds / 3600 + storage,
-    }
+    met = {"evaluations_to_target": len(evaluated), "saves_to_target": len(saves)}
+    return met | compose.of_target(crossed, seconds, result.num_workers, prices.gpu_hour, storage)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sweeps.candidates import FREE, Candidate
-from sweeps.compose import key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, key_of, learning_of
 
 # Memory rises with these, all else equal: by their order, or by their size.
 RECOMPUTED: Mapping[str, int] = {"full": 0, "selective": 1, "none": 2}
@@ -39,7 +39,7 @@ def arms_of(candidates: Sequence[Candidate]) -> list[Arm]:
     found: dict[tuple[str, str], dict[str, Candidate]] = {}
     for candidate in candidates:
         flat = candidate.flat
-        pair = key_of(load_of(flat)), key_of(system_of(flat))
+        pair = arm_key(flat)
         found.setdefault(pair, {})[key_of(learning_of(flat))] = candidate
     return [Arm(load, system, by_learning) for (load, system), by_learning in found.items()]
 

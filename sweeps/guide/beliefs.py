@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps.compose import best_learning, key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, best_learning, key_of, learning_of, load_of
 from sweeps.guide.arms import Arm, needs_as_much
 from sweeps.guide.surrogate import Beliefs, Surrogate
 from sweeps.objectives import Estimate
@@ -93,7 +93,7 @@ class Systems:
 
     def position(self, outcome: TrialOutcome) -> int | None:
         """Return which arm a trial was on; None: of another space."""
-        return self._at.get((key_of(load_of(outcome.config)), key_of(system_of(outcome.config))))
+        return self._at.get(arm_key(outcome.config))
 
     def now(self, outcomes: Sequence[TrialOutcome], pending: Sequence[int]) -> State:
         """Return what is believed after these trials; arms that are `pending` are believed to be as expected."""

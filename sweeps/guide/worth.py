@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.candidates import Candidate
-from sweeps.compose import effective, key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, effective, key_of, learning_of, load_of
 from sweeps.guide.arms import Arm
 from sweeps.guide.beliefs import GUESS, Learning, State
 from sweeps.guide.boxes import Region
@@ -203,7 +203,7 @@ class Worth:
 
     def _candidate(self, outcome: TrialOutcome) -> Candidate | None:
         key = key_of(learning_of(outcome.config))
-        pair = key_of(load_of(outcome.config)), key_of(system_of(outcome.config))
+        pair = arm_key(outcome.config)
         return next((a.by_learning.get(key) for a in self._arms if (a.load, a.system) == pair), None)
 
 

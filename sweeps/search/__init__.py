@@ -82,7 +82,7 @@ class Knowledge:
 class Searcher(ABC):
     """The contract of a searcher."""
 
-    exhaustive = True
+    exhaustive = False
     """whether it asks for every candidate in the end, each once, as a run as a whole"""
 
     def __init__(
@@ -99,17 +99,15 @@ class Searcher(ABC):
         self.seen: set[str] = set()  # ids that were handed out or told
         self.why = ""
         """why it is finished, where candidates are left"""
+        self.prepare()
 
+    def prepare(self) -> None:
+        """Make what the search needs of the candidates; the default needs nothing."""
+        return None
+
+    @abstractmethod
     def ask(self) -> Request | Ask:
         """Return a trial, WAIT, or FINISHED. No candidate is handed out twice for the same kind of trial."""
-        if not self.untried:
-            return Ask.FINISHED
-        chosen = self.first() or self.choose()
-        if isinstance(chosen, Ask):
-            return chosen
-        assert chosen.id not in self.seen, "a searcher never hands out a candidate twice"
-        self.seen.add(chosen.id)
-        return Request(chosen)
 
     def first(self) -> Candidate | None:
         """Return the baseline, as long as it was not handed out."""
@@ -136,13 +134,29 @@ class Searcher(ABC):
         """The candidates that need no trial, by id: what they are for certain, as `inferred_oom`."""
         return {}
 
-    @abstractmethod
-    def choose(self) -> Candidate | Ask:
-        """Return one of `untried` (which is not empty), or WAIT."""
-
     def learn(self, outcome: TrialOutcome) -> None:
         """Use an outcome; the default ignores it."""
         return None
+
+
+class WholeRuns(Searcher):
+    """A searcher that picks candidates, of which each runs as a whole, once."""
+
+    exhaustive = True
+
+    def ask(self) -> Request | Ask:
+        if not self.untried:
+            return Ask.FINISHED
+        chosen = self.first() or self.choose()
+        if isinstance(chosen, Ask):
+            return chosen
+        assert chosen.id not in self.seen, "a searcher never hands out a candidate twice"
+        self.seen.add(chosen.id)
+        return Request(chosen)
+
+    @abstractmethod
+    def choose(self) -> Candidate | Ask:
+        """Return one of `untried` (which is not empty), or WAIT."""
 
 
 SEARCHERS: Registry[type[Searcher]] = Registry("searcher", __name__)

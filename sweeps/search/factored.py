@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sweeps.candidates import Candidate
-from sweeps.compose import key_of, learning_of, load_of, system_of
+from sweeps.compose import arm_key, key_of, learning_of
 from sweeps.guide.arms import Arm, arms_of
-from sweeps.objectives import Objective
 from sweeps.outcome import TrialOutcome
-from sweeps.search import SEARCHERS, Ask, Knowledge, Request, Searcher
+from sweeps.search import SEARCHERS, Ask, Request, Searcher
 
 
 @SEARCHERS.register("factored")
 class Factored(Searcher):
     """Probes all, in the order of the space; then runs all learning configurations whole. Nothing is left out."""
 
-    exhaustive = False
-
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        objectives: Sequence[Objective],
-        seed: int,
-        knowledge: Knowledge | None = None,
-    ) -> None:
-        super().__init__(candidates, objectives, seed, knowledge)
+    def prepare(self) -> None:
         self._arms = arms_of(self.candidates)
         self._probed: set[tuple[str, str]] = set()  # or asked for; so are the learning configurations
         self._learned: set[str] = set()
@@ -37,12 +25,9 @@ class Factored(Searcher):
         self._running += isinstance(request, Request)
         return request
 
-    def choose(self) -> Candidate | Ask:
-        raise NotImplementedError("ask() is its own: a candidate may be asked for as several kinds of trial")
-
     def learn(self, outcome: TrialOutcome) -> None:
         self._running = max(0, self._running - 1)
-        pair = key_of(load_of(outcome.config)), key_of(system_of(outcome.config))
+        pair = arm_key(outcome.config)
         if not outcome.cut_short:
             self._probed.add(pair)
         if outcome.kind != "probe":
@@ -63,7 +48,7 @@ class Factored(Searcher):
     def _next(self) -> Request | Ask:
         if (baseline := self.first()) is not None:
             self.seen.add(baseline.id)
-            self._probed.add((key_of(load_of(baseline.flat)), key_of(system_of(baseline.flat))))
+            self._probed.add(arm_key(baseline.flat))
             self._learned.add(key_of(learning_of(baseline.flat)))
             return Request(baseline, "quality", "the baseline")
         for arm in self._arms:

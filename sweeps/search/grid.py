@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sweeps.candidates import Candidate
-from sweeps.search import SEARCHERS, Searcher
+from sweeps.search import SEARCHERS, WholeRuns
 
 
 @SEARCHERS.register("grid")
-class Grid(Searcher):
+class Grid(WholeRuns):
     """The space in order: the last axis fastest."""
 
     def choose(self) -> Candidate:

@@ -15,25 +15,15 @@ from sweeps.candidates import Candidate
 from sweeps.guide.arms import arms_of
 from sweeps.guide.beliefs import Learning, State, Systems
 from sweeps.guide.worth import UNLIKELY, Option, Worth
-from sweeps.objectives import Objective
 from sweeps.outcome import TrialOutcome
-from sweeps.search import SEARCHERS, Ask, Knowledge, Request, Searcher
+from sweeps.search import SEARCHERS, Ask, Request, Searcher
 
 
 @SEARCHERS.register("guided")
 class Guided(Searcher):
     """Picks by expected hypervolume improvement per GPU-second, and stops when too little is to be expected."""
 
-    exhaustive = False
-
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        objectives: Sequence[Objective],
-        seed: int,
-        knowledge: Knowledge | None = None,
-    ) -> None:
-        super().__init__(candidates, objectives, seed, knowledge)
+    def prepare(self) -> None:
         self.arms = arms_of(self.candidates)
         self._arm_of = {c.id: i for i, arm in enumerate(self.arms) for c in arm.by_learning.values()}
         self._systems, self._learning = Systems(self.arms, self.knowledge), Learning(self.arms, self.knowledge)
@@ -52,9 +42,6 @@ class Guided(Searcher):
     def learn(self, outcome: TrialOutcome) -> None:
         self._pending = [r for r in self._pending if (r.candidate.id, r.kind) != (outcome.candidate_id, outcome.kind)]
         self._outcomes.append(outcome)
-
-    def choose(self) -> Candidate | Ask:
-        raise NotImplementedError("ask() is its own: a candidate may be asked for as several kinds of trial")
 
     @property
     def untried(self) -> list[Candidate]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from sweeps.candidates import Candidate
-from sweeps.objectives import Objective
 from sweeps.outcome import TrialOutcome
-from sweeps.search import SEARCHERS, Knowledge, Searcher
+from sweeps.search import SEARCHERS, WholeRuns
 from sweeps.spec import axes
 from trainers.config import LearningConfig, SystemConfig
 
@@ -20,7 +19,7 @@ REPEATS = 20
 
 
 @SEARCHERS.register("optuna")
-class Optuna(Searcher):
+class Optuna(WholeRuns):
     """Optuna's sampler proposes a point; the candidate with those values is the trial.
 
     Illegal points and repeats are told to Optuna as failed and asked again. Trials without a finite value for every
@@ -30,18 +29,11 @@ class Optuna(Searcher):
     sampler = "TPESampler"
     """that proposes, by its name in optuna.samplers"""
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        objectives: Sequence[Objective],
-        seed: int,
-        knowledge: Knowledge | None = None,
-    ) -> None:
-        super().__init__(candidates, objectives, seed, knowledge)
-        self._random = random.Random(seed)
+    def prepare(self) -> None:
+        self._random = random.Random(self.seed)
         self._by_values = {_key(c.flat): c for c in self.candidates}
         self._values = {
-            a.name: list(dict.fromkeys(c.flat[a.name] for c in candidates if a.name in c.flat))
+            a.name: list(dict.fromkeys(c.flat[a.name] for c in self.candidates if a.name in c.flat))
             for config in (LearningConfig, SystemConfig)
             for a in axes(config)
         }

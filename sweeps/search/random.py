@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from sweeps.candidates import Candidate
-from sweeps.objectives import Objective
-from sweeps.search import SEARCHERS, Knowledge, Searcher
+from sweeps.search import SEARCHERS, WholeRuns
 
 
 @SEARCHERS.register("random")
-class Random(Searcher):
+class Random(WholeRuns):
     """A permutation of the space that depends on the seed alone, so a resumed sweep goes on in the same order."""
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        objectives: Sequence[Objective],
-        seed: int,
-        knowledge: Knowledge | None = None,
-    ) -> None:
-        shuffled = list(candidates)
-        random.Random(seed).shuffle(shuffled)
-        super().__init__(shuffled, objectives, seed, knowledge)
+    def prepare(self) -> None:
+        shuffled = list(self.candidates)
+        random.Random(self.seed).shuffle(shuffled)
+        self.candidates = tuple(shuffled)
 
     def choose(self) -> Candidate:
         return self.untried[0]
