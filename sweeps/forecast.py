@@ -50,6 +50,8 @@ class Prediction:
     step_time_s: float
     tokens_per_second: float
     usd_per_million_tokens: float
+    started: bool = False
+    """whether the host's starting of operations decides the step time"""
     by: Literal["ledger", "simulation"] = "ledger"
     note: str = ""
     """why a simulation that was asked for is missing"""
@@ -66,6 +68,14 @@ class Forecaster:
     cluster: ClusterPreset
     price: float
     correction: Correction | None = None
+    limit_gib: float | None = None
+    """of a device's memory, where less of it may be used"""
+
+    @property
+    def capacity_gib(self) -> float:
+        """Memory of a device that may be used."""
+        there = self.cluster.device_memory_gib
+        return there if self.limit_gib is None else min(there, self.limit_gib)
 
     def predict(self, config: Mapping[str, Any]) -> Prediction | None:
         """Return what a configuration, flat, would take; None where it is none."""
@@ -75,7 +85,7 @@ class Forecaster:
         setting, phase, accounts = found.setting, found.phase, found.accounts
         outside, allocated = outside_of(setting), accounts.total / GIB
         host = on_host(shape, setting, found.work.largest, self.cluster)
-        fits = verdict(allocated, outside, self.cluster.device_memory_gib)
+        fits = verdict(allocated, outside, self.capacity_gib)
         if host > self.cluster.host_memory_gib:
             fits, phase = "OOM", HOST
         seconds = (self.correction.apply(found.time) if self.correction is not None else found.time).total
@@ -92,6 +102,7 @@ class Forecaster:
             seconds,
             tokens / seconds,
             self.price * setting.plan.world * seconds / 3600 / tokens * 1e6,
+            started=found.time.started,
         )
 
 

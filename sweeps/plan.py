@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sweeps.correction import Correction
 
 MOST_RANKS = 4096
+SPEC = "spec.yaml"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Plan:
         return self.forecaster.context.shape
 
 
-def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: None) -> Plan:
+def make_plan(spec: SweepSpec, told: Callable[[str, int, int], None] = lambda *_: None) -> Plan:
     """Predict every candidate and write `predictions.jsonl`. Raises UserError.
 
-    `told`: how many of how many simulations are done, where some are asked for.
+    `told`: where simulations are asked for, of what, and how many of how many are done.
     """
     if spec.cluster is None:
         raise UserError(f"plan=true needs cluster=…, the machine to predict for; available: {', '.join(presets())}")
@@ -63,8 +64,12 @@ def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: Non
     described = Cluster("cuda", devices, f"{cluster.name}: {devices} × {cluster.device}")
     context = Context(described, shape, shape.max_position_embeddings, "ray", FullRows(), machine_of(cluster))
     price = spec.price_per_gpu_hour if spec.price_per_gpu_hour is not None else cluster.price_per_gpu_hour
-    forecaster = Forecaster(context, cluster, price, correction_of(spec, context, cluster))
-    candidates = [too_wide(c, devices) for c in enumerate_candidates(spec, context)]
+    forecaster = Forecaster(context, cluster, price, correction_of(spec, context, cluster), spec.memory_limit_gib)
+    candidates = enumerate_candidates(spec, context)
+    # A question about more GPUs is not answered by a space that would need them, in which all is too wide.
+    wider = spec.scaling and all(c.num_workers > devices for c in candidates if c.legal)
+    if not wider:
+        candidates = [too_wide(c, devices) for c in candidates]
     legal = [c for c in candidates if c.legal]
     configs = list(solved(spec, distinct([c.flat for c in legal]), forecaster))
     found = [p for config in configs if (p := forecaster.predict(config)) is not None]
@@ -75,8 +80,7 @@ def make_plan(spec: SweepSpec, told: Callable[[int, int], None] = lambda *_: Non
     runs = Path(spec.runs_dir).expanduser().resolve()
     if spec.simulate != "none":
         found = settled(found, spec.simulate, forecaster, Simulations(runs / ".simulations"), told)
-    folder = runs / f"{spec.space}-plan-{slug(shape.name)}-{slug(cluster.name)}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(spec, runs / f"{spec.space}-plan-{slug(shape.name)}-{slug(cluster.name)}")
     found.sort(key=lambda p: (("FITS", "AT_RISK", "OOM").index(p.verdict), p.usd_per_million_tokens, p.point_gib))
     plan = Plan(spec, forecaster, tuple(found), tuple(pruned), folder)
     write(plan)
@@ -128,6 +132,19 @@ def shape_of(spec: SweepSpec) -> ModelShape:
         f"model={spec.model}: plan=true knows no such shape{did_you_mean(spec.model, by_name)}; give "
         f"{', '.join(s.name for s in shipped.values())}, or the path of a folder with a config.json"
     )
+
+
+def folder_of(spec: SweepSpec, first: Path) -> Path:
+    """Return the folder of a plan: that of the same question, else one that is not there yet."""
+    asked = space.to_yaml(spec)
+    for n in itertools.count(1):
+        folder = first if n == 1 else first.with_name(f"{first.name}-{n}")
+        before = folder / SPEC
+        if not folder.exists() or (before.is_file() and before.read_text(encoding="utf-8") == asked):
+            break
+    folder.mkdir(parents=True, exist_ok=True)
+    before.write_text(asked, encoding="utf-8")
+    return folder
 
 
 def slug(name: str) -> str:

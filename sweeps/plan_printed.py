@@ -36,6 +36,8 @@ def print_plan(plan: Plan) -> None:
         console = Console(highlight=False, width=220)
     cluster = plan.forecaster.cluster
     capacity = f"{cluster.nodes * cluster.devices_per_node} × {cluster.device}, {cluster.device_memory_gib:g} GiB each"
+    if plan.forecaster.capacity_gib < cluster.device_memory_gib:
+        capacity += f", of which {plan.forecaster.capacity_gib:g} may be used (memory_limit_gib)"
     console.print(
         f"{plan.shape.name}, {plan.shape.num_parameters / 1e9:.2f}e9 parameters, on {cluster.name}: {capacity}"
     )
@@ -47,12 +49,14 @@ def print_plan(plan: Plan) -> None:
     left_out = {"up to", "decides", "tokens/s"} if console.width < NARROW else set()
     shown = [i for i, head in enumerate(["", *heads]) if head not in left_out]
     table = empty("configuration", *(head for head in heads if head not in left_out))
-    for p in plan.predictions[:MOST_ROWS]:
+    first, others = plan.predictions[:MOST_ROWS], plan.predictions[MOST_ROWS:]
+    simulated = [p for p in others if p.by == "simulation"][:MOST_ROWS]  # these were asked for
+    for p in (*first, *simulated):
         cells = row(p, axes, accounts)
         table.add_row(*(cells[i] for i in shown))
     console.print(table)
-    if len(plan.predictions) > MOST_ROWS:
-        console.print(f"… and {len(plan.predictions) - MOST_ROWS} more in predictions.jsonl")
+    if more := len(others) - len(simulated):
+        console.print(f"… and {more} more in predictions.jsonl")
     verdicts = Counter(p.verdict for p in plan.predictions)
     console.print(", ".join(f"{n} {name}" for name, n in verdicts.items()) + f"; {len(plan.pruned)} pruned")
     for rule, n in Counter(r for c in plan.pruned for r in c.reasons).most_common(8):
@@ -116,7 +120,7 @@ def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str
     name = words(p.config, axes)
     return [
         name,
-        Text(p.verdict, style=STYLES[p.verdict]),
+        Text(p.verdict + ("*" if p.by == "simulation" else ""), style=STYLES[p.verdict]),
         f"{p.point_gib:.1f}",
         f"{p.upper_gib:.1f}",
         decides,
@@ -160,9 +164,12 @@ def assumptions(plan: Plan) -> list[str]:
     ]
     if plan.spec.solve == "num_workers":
         found.append("num_workers: on as many nodes as it takes; where none fits, the most that the batch allows")
+    have = forecaster.cluster.nodes * forecaster.cluster.devices_per_node
+    if plan.spec.solve != "num_workers" and any(int(p.config["num_workers"]) > have for p in plan.predictions):
+        found.append(f"num_workers: more than the {have} GPUs of the cluster, on as many such nodes as it takes")
     if by["simulation"]:
         reserved = f"what torch's allocator would reserve, and {SIMULATION_BOUND:.0%}"
-        found.append(f"up to, of the {by['simulation']} simulated: {reserved}")
+        found.append(f"*: simulated, {by['simulation']} of them; up to: {reserved}")
     found += sorted({p.note for p in plan.predictions if p.note})
     host = max((p.host_gib for p in plan.predictions), default=0.0)
     found.append(
@@ -174,6 +181,11 @@ def assumptions(plan: Plan) -> list[str]:
     else:
         trials = f"{forecaster.correction.trials} trials of {plan.spec.corrected_by}"
         found.append(f"time: corrected by {trials}: {forecaster.correction}")
+    if started := sum(p.started for p in plan.predictions):
+        found.append(
+            f"time: of {started} of {len(plan.predictions)} starting kernels takes longer than running them: "
+            "a larger micro batch costs them little, and a faster GPU helps little"
+        )
     found.append(f"price: {forecaster.price:g} USD per GPU-hour")
     if risky:
         found.append(f"simulate=at_risk runs the real code of the {risky} at risk on fake tensors, seconds each")
@@ -198,7 +210,7 @@ def draw(plan: Plan, axes: Sequence[str]) -> None:
         sizes = [getattr(p.accounts, name) / GIB for p in shown]
         plot.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    plot.axvline(plan.forecaster.cluster.device_memory_gib, color="black", linestyle="--", label="the device's memory")
+    plot.axvline(plan.forecaster.capacity_gib, color="black", linestyle="--", label="the device's memory")
     plot.set_yticks(range(len(shown)), [words(p.config, axes) for p in shown], fontsize=7)
     plot.invert_yaxis()
     plot.set_title(f"{plan.shape.name} on {plan.forecaster.cluster.name}: the first {len(shown)}", fontsize="medium")

@@ -27,8 +27,6 @@ RESUMABLE = (
     "ray.max_concurrent_trials",
     "trial_timeout_minutes",
 )
-# Keys that only plans know, and what they are when they are not given.
-OF_PLANS = {"solve": "none", "simulate": "none", "scaling": False, "corrected_by": None}
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 
@@ -57,8 +55,6 @@ def run(spec: SweepSpec, journal: Journal | None) -> int:
     """Run the sweep with a screen and print its report."""
     if spec.plan:
         return plan_only(spec, journal)
-    if asked := [key for key, unset in OF_PLANS.items() if getattr(spec, key) != unset]:
-        raise UserError([f"{key}={getattr(spec, key)}: only a plan answers that; give plan=true, too" for key in asked])
     from sweeps.printed import print_report
     from sweeps.screen import TerminalScreen
     from sweeps.sweep import run_sweep
@@ -82,8 +78,8 @@ def plan_only(spec: SweepSpec, journal: Journal | None) -> int:
     if journal is not None:
         raise UserError("plan=true predicts a space: give space=…, not resume=…")
 
-    def told(done: int, of: int) -> None:
-        print(f"\rsimulated {done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+    def told(what: str, done: int, of: int) -> None:
+        print(f"\r{what}: {done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
     print_plan(make_plan(spec, told))
     return 0

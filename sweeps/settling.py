@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from sweeps.candidates import setting_of
@@ -20,7 +21,7 @@ def settled(
     which: str,
     forecaster: Forecaster,
     simulations: Simulations,
-    told: Callable[[int, int], None],
+    told: Callable[[str, int, int], None],
 ) -> list[Prediction]:
     """Return predictions of which those at risk, or all, were simulated."""
     shape = forecaster.context.shape
@@ -35,7 +36,9 @@ def settled(
             if setting is not None and forecaster.context.workload is not None:
                 work = forecaster.context.workload.of(setting)
                 tasks[i] = [Task(shape, setting, work.largest, rank, whole) for rank in ends(setting)]
-        outcomes = iter(simulations.run([task for group in tasks.values() for task in group], told))
+        what = f"simulating {len(tasks)} {'whole' if whole else 'from few blocks'}, ranks done"
+        each = [task for group in tasks.values() for task in group]
+        outcomes = iter(simulations.run(each, functools.partial(told, what)))
         for i, group in tasks.items():
             found[i] = simulated(predictions[i], group[0], [next(outcomes) for _ in group], forecaster)
         asked = [i for i in tasks if found[i].verdict == "AT_RISK" and not found[i].note]
@@ -50,7 +53,7 @@ def simulated(prediction: Prediction, task: Task, outcomes: Sequence[Simulated],
     peaks = [(m, phase) for o in outcomes if not isinstance(o, str) for phase, m in o.items()]
     most, phase = max(peaks, key=lambda peak: peak[0].allocated)
     reserved = max(m.reserved for m, _ in peaks) / GIB if task.whole else most.allocated / GIB * FRAGMENTED
-    outside, capacity = outside_of(task.setting), forecaster.cluster.device_memory_gib
+    outside, capacity = outside_of(task.setting), forecaster.capacity_gib
     if prediction.phase == HOST:
         fits: Verdict = "OOM"
     elif reserved * (1 + SIMULATION_BOUND) + outside <= capacity:

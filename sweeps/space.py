@@ -20,6 +20,8 @@ from trainers import model, yaml_text
 from trainers.errors import UserError, did_you_mean
 from trainers.prepare import locate_data
 
+# Keys that only plans know, and what they are when they are not given.
+OF_PLANS = {"solve": "none", "simulate": "none", "scaling": False, "corrected_by": None}
 SPACES = Path(__file__).resolve().parent.parent / "search_spaces"
 
 
@@ -54,6 +56,20 @@ def find(name: str) -> Path:
         f"unknown space {name!r}{did_you_mean(name, shipped())}; available: {', '.join(shipped())}, "
         "or the path of a .yaml file"
     )
+
+
+def found_or_told(name: str, overrides: Mapping[str, Any]) -> Path:
+    """Return the file of a space. Raises UserError, with the faults of the overrides that any space would have."""
+    try:
+        return find(name)
+    except UserError as unknown:
+        faults = list(unknown.faults)
+    any_space = SPACES / "lora_small.yaml"  # its own name, not the unknown one, which may be a path
+    try:
+        validate(apply({**yaml_text.read(any_space), "space": any_space.stem}, overrides), Path.cwd(), given=overrides)
+    except UserError as error:
+        faults += error.faults
+    raise UserError(faults)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -93,7 +109,7 @@ def override_value(text: str) -> Any:
 
 def load(space: str, overrides: Mapping[str, Any]) -> SweepSpec:
     """Read a space, apply overrides, validate. Raises UserError with all faults at once."""
-    path = find(space)
+    path = found_or_told(space, overrides)
     tree = yaml_text.read(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a space: expected keys and values")
@@ -140,7 +156,7 @@ def validate(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> S
         spec = SweepSpec.model_validate(tree)
     except ValidationError as error:
         faults += faults_of(error)
-    faults += _registry_faults(tree)
+    faults += [*_registry_faults(tree), *_plan_faults(tree), *_cluster_faults(tree, base, given)]
     changes = {}
     for key in ("model", "data", "eval_data", "cluster", "baseline", "runs_dir"):
         value = getattr(spec, key) if spec is not None else tree.get(key)
@@ -212,6 +228,26 @@ def _registry_faults(tree: Mapping[str, Any]) -> list[str]:
                 f"{', '.join(OBJECTIVES)}"
             )
     return faults
+
+
+def _plan_faults(tree: Mapping[str, Any]) -> list[str]:
+    if str(tree.get("plan", False)).lower() in ("true", "1", "yes", "on"):
+        return []
+    asked = [key for key, unset in OF_PLANS.items() if str(tree.get(key, unset)).lower() != str(unset).lower()]
+    return [f"{key}={_text(tree[key])}: only a plan answers that; give plan=true, too" for key in asked]
+
+
+def _cluster_faults(tree: Mapping[str, Any], base: Path, given: Mapping[str, Any]) -> list[str]:
+    from sweeps.clusters import load_cluster  # its presets are read by what is here
+
+    name = tree.get("cluster")
+    if not isinstance(name, str):
+        return []
+    try:
+        load_cluster(_absolute("cluster", name, Path.cwd() if "cluster" in given else base, []))
+    except UserError as error:
+        return list(error.faults)
+    return []
 
 
 def _absolute(key: str, value: str, base: Path, faults: list[str]) -> str:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from trainers import activation_checkpointing, token_loss
+from trainers.deepspeed_memory import BUCKET
 from trainers.engine import Engine, Step
 from trainers.memory import MemoryMeter
 from trainers.ranks import ensure_group
 from trainers.result import Account
 from trainers.strategies import Setting
-from trainers.strategies.zero import BUCKET
 from trainers.token_loss import Batch, keeps_heads, prepared
 
 
@@ -96,8 +96,9 @@ class DeepSpeedEngine(Engine):
             yield "weights", getattr(p, "ds_tensor", p).data
             if hasattr(p, "ds_tensor"):
                 yield "temporary", p.data  # gathered, or empty
-            if p.grad is not None:
-                yield "gradients", p.grad
+            for gradient in (p.grad, getattr(p, "grad_accum", None)):
+                if gradient is not None:
+                    yield "gradients", gradient
         yield from _owned_by(self._engine.optimizer)
 
     def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,12 +174,14 @@ def imported(device: torch.device) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import deepspeed.ops
+    from deepspeed.runtime import bf16_optimizer
     from deepspeed.utils import groups, logger
 
     if not _groups_before:
         _groups_before.update({name: value for name, value in vars(groups).items() if not name.startswith("__")})
 
     logger.setLevel(logging.ERROR)
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it prints, and sets back the peaks that are measured
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -227,6 +230,10 @@ _HELD: Mapping[str, Account] = {
     "single_partition_of_fp32_groups": "optimizer_state",  # the master copies
     "fp32_partitioned_groups_flat": "optimizer_state",
     "averaged_gradients": "gradients",
+    # Stage 1 in bfloat16 has an optimizer of its own.
+    "bf16_groups_flat": "weights",
+    "fp32_groups_flat_partition": "optimizer_state",
+    "fp32_groups_gradients_flat": "gradients",
 }
 
 

@@ -27,15 +27,27 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name nearest to `given`: the same last dotted part, else by spelling; None if none is near."""
+    """Return the allowed name nearest to `given`: the same last dotted part, one that it abbreviates, else by spelling.
+
+    None if none is near.
+    """
     names = sorted(set(allowed))
     leaf = given.rsplit(".", 1)[-1].lower()
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1].lower() == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda name: difflib.SequenceMatcher(None, given, name).ratio())
+    initials = [name for name in names if "_" in name and leaf == _initials(name)]
+    if initials:
+        section = given.rpartition(".")[0]
+        return next((name for name in initials if name.rpartition(".")[0] == section), initials[0])
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     if close:
         return close[0]
     leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
     close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
     return leaves[close[0]] if close else None
+
+
+def _initials(name: str) -> str:
+    """Return the first letters of the words of a name's last dotted part: lr of learning.learning_rate."""
+    return "".join(word[:1] for word in name.rsplit(".", 1)[-1].lower().split("_"))

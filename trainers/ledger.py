@@ -124,15 +124,19 @@ class _Ledger:
         ]
         # By the time that the last block's backward pass runs, the head's gradient is there; by the first's, all are.
         embedding = after * self.own.embedding / max(self.own.trained, 1)
-        head_gradient = embedding
-        first_gradient = after if self.shape.tie_word_embeddings else after - embedding
-        stepping = share.stepping + self._loop()
+        last = max(before, embedding) + share.bucketed
+        first = max(before, after if self.shape.tie_word_embeddings else after - embedding) + share.bucketed
+        updating = [
+            self._at(stored, after, 0, share.norm),
+            self._at(stored, 0 if share.released else after, 0, share.stepping + self._loop()),
+        ]
         # Log-probabilities, and what these are made of; then the gradients of these and of the logits. With tp torch's
         # loss over a divided vocabulary needs one more of each.
         forward, backward = (12, 16) if self.plan.tp > 1 else (8, 12)
         return {
             "load": [self._at(stored, 0, 0, 0, without_state=True)],
             "forward": [
+                self._at(stored, before, blocks * kept, share.gathered + share.prefetching),
                 self._at(stored, before, blocks * kept + head, share.gathered + self.e * self.logits + waiting),
                 self._at(stored, before, blocks * kept + head, share.gathered_after + forward * self.logits + waiting),
             ],
@@ -140,22 +144,22 @@ class _Ledger:
                 self._at(stored, before, blocks * kept + head, share.gathered_after + backward * self.logits + waiting),
                 self._at(stored, before, blocks * kept + head, share.gathering + 4 * self.logits + waiting),
                 self._at(
-                    stored, max(before, head_gradient), blocks * kept + recomputed,
+                    stored, last, blocks * kept + recomputed,
                     share.gathered + share.reducing + passing,
                 ),
                 self._at(  # the block before it: the last one's gradients are on their way
-                    stored, max(before, head_gradient), max(blocks - 1, 0) * kept + recomputed,
+                    stored, last, max(blocks - 1, 0) * kept + recomputed,
                     share.gathered + share.reducing_more + passing,
                 ),
                 self._at(
-                    stored, max(before, first_gradient), kept + recomputed,
+                    stored, first, kept + recomputed,
                     share.gathered + share.reducing_more + passing,
                 ),
-                self._at(stored, max(before, first_gradient), 0, self._embedding()),
-                self._at(stored, after, 0, share.reducing_root),
+                self._at(stored, first, 0, self._embedding()),
+                self._at(stored, after + share.bucketed, 0, share.reducing_root),
             ],
-            "first_optimizer_step": [self._at(stored, after, 0, stepping)],
-            "optimizer": [self._at(stored, after, 0, stepping)],
+            "first_optimizer_step": updating,
+            "optimizer": updating,
         }  # fmt: skip
 
     def _at(
@@ -243,6 +247,8 @@ class _Ledger:
         """Return what an optimizer that takes one parameter after another makes of it: on CUDA one kernel takes all."""
         if self.setting.device == "cuda":
             return 0.0
+        if self.share.flat:
+            return 2 * FLOAT32 * self.share.flat
         matrices = [i * o for i, o in self.shape.linear_layers.values()]
         rank = self.setting.learning.lora_rank
         adapters = [rank * max(size) for name, size in self.shape.linear_layers.items() if name in self.targets]

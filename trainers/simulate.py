@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import depth
 from trainers.allocator import GRANULE, Allocator
 from trainers.engine import Engine
+from trainers.gradients import local
 from trainers.layout import Layout
 from trainers.ledger import MicroBatch
 from trainers.memory import MemoryMeter
@@ -182,6 +183,7 @@ def pretended() -> Iterator[None]:
         mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
         mock.patch("torch.nn.parallel.DistributedDataParallel", Buckets),
         mock.patch("torch.nn.Module._apply", _applied),
+        mock.patch("trainers.weights.held", _held),
     ):
         yield
 
@@ -208,6 +210,11 @@ def agreed(setting: Setting) -> Iterator[None]:
             yield
         finally:
             released()
+
+
+def _held(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the size of what this rank holds; where that begins a mesh would read from a tensor."""
+    return (0,) * parameter.ndim, tuple(local(parameter).shape)
 
 
 @torch.no_grad()

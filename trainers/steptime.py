@@ -59,6 +59,8 @@ class StepTime:
     bubble: float  # of a pipeline
     transfer: float  # between device and host, exposed
     optimizer: float
+    started: bool = False
+    """whether computing takes as long as the host takes to start its operations, and not as long as they run"""
 
     @property
     def total(self) -> float:
@@ -69,7 +71,8 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Mac
     """Return the seconds of an update whose micro batches are all `batch`, on the busiest rank."""
     plan, own = setting.plan, parameters(shape, setting)
     micro_batches = setting.micro_batches
-    compute = micro_batches * _micro_batch(shape, setting, batch, machine)
+    working, starting = _micro_batch(shape, setting, batch, machine)
+    compute = micro_batches * (max(working, starting) if machine.overlap else working + starting)
     # Narayanan et al. 2021: (p - 1) / m of the computing, less by as many as a rank has stages.
     bubble = compute * (plan.pp - 1) / (micro_batches * STAGES_OF_A_RANK[schedule(setting)])
     strategy = STRATEGIES[setting.system.strategy]
@@ -84,11 +87,12 @@ def predict(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Mac
     if setting.system.offload_activations:
         on_host += 2 * micro_batches * own.blocks * kept_of_block(shape, setting, batch)
     transfer = max(0.0, on_host / (machine.link_to_host * OF_BANDWIDTH) - left)
-    return StepTime(compute, alone + max(0.0, beside - machine.overlap * compute), bubble, transfer, optimizer)
+    exposed = alone + max(0.0, beside - machine.overlap * compute)
+    return StepTime(compute, exposed, bubble, transfer, optimizer, started=starting > working)
 
 
-def _micro_batch(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Machine) -> float:
-    """Return the seconds of a micro batch's passes: products, or reading the weights, or starting the operations."""
+def _micro_batch(shape: ModelShape, setting: Setting, batch: MicroBatch, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of a micro batch's passes: products or reading the weights, and starting the operations."""
     plan, learning, own = setting.plan, setting.learning, parameters(shape, setting)
     rows = Rows([batch.tokens] * batch.rows, batch.rows * batch.heads, batch.rows * batch.heads)
     recompute = setting.system.activation_checkpointing
@@ -99,8 +103,7 @@ def _micro_batch(shape: ModelShape, setting: Setting, batch: MicroBatch, machine
     slower = math.prod(dimension.slows(setting) for dimension in dimensions(setting.system))
     of_model = slower * forward * (1 + BACKWARD + (recompute != "none"))
     starting = machine.operation * (of_model + STRATEGIES[setting.system.strategy].starts(setting, own))
-    working = max(products, reading)
-    return max(working, starting) if machine.overlap else working + starting
+    return max(products, reading), starting
 
 
 def traffic(shape: ModelShape, setting: Setting, batch: MicroBatch, micro_batches: int) -> list[Traffic]:

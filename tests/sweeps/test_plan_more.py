@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,11 @@ def test_a_simulation_is_done_once(tmp_path: Path) -> None:
     model.mkdir()
     shape = ModelShape("tiny", "llama", 64, 128, 2, 4, 2, 16, 256, 512, True)
     (model / "config.json").write_text(json.dumps(shape.to_hf_config()))
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     tree = {"model": str(model), "learning.seq_len": 64, "simulate": "all"}
     first, again = (make_plan(spec_of(tmp_path, **tree), lambda *done: told.append(done)) for _ in range(2))
-    assert told == [(0, 1), (1, 1)]
+    what = "simulating 1 from few blocks, ranks done"
+    assert told == [(what, 0, 1), (what, 1, 1)]
     assert [p.by for p in first.predictions] == ["simulation"]
     assert first.predictions == again.predictions
     # Within the ledger's bound, and at least the share of the state: 16 bytes a trained number over 8 ranks.
@@ -214,7 +216,7 @@ def test_keys_of_a_plan_start_no_sweep(capsys: pytest.CaptureFixture[str], tmp_p
     assert run.main(words) == run.EXIT_BAD_INPUT
     faults = capsys.readouterr().err.splitlines()
     assert [fault.split(":")[1].strip() for fault in faults] == [
-        "solve=num_workers", "scaling=True", "corrected_by=latest"
+        "solve=num_workers", "scaling=true", "corrected_by=latest"
     ]  # fmt: skip
     assert all("give plan=true, too" in fault for fault in faults)
 
@@ -243,3 +245,40 @@ def test_the_settings_that_all_share_and_the_cluster_are_with_the_figures(
     assert "USD/1M tokens" in printed
     line = json.loads((made.folder / "predictions.jsonl").read_text().splitlines()[0])
     assert (line["model"], line["cluster"]) == ("Qwen/Qwen3-8B", "h100x8")
+
+
+def test_a_plan_reckons_with_the_memory_that_may_be_used(tmp_path: Path) -> None:
+    """What fits a device of 80 GB does not fit a tenth of it."""
+    free, limited = (make_plan(spec_of(tmp_path, **more)) for more in ({}, {"memory_limit_gib": 2}))
+    assert {p.verdict for p in free.predictions} == {"FITS"}
+    assert {p.verdict for p in limited.predictions} == {"OOM"}
+    assert limited.forecaster.capacity_gib == 2
+
+
+def test_another_question_does_not_overwrite_the_answer_of_the_first(tmp_path: Path) -> None:
+    first, other, again = (
+        make_plan(spec_of(tmp_path, **more)).folder for more in ({}, {"solve": "micro_batch_size"}, {})
+    )
+    assert first == again != other
+    assert other.name == f"{first.name}-2"
+    assert all((folder / "predictions.jsonl").is_file() for folder in (first, other))
+
+
+def test_a_space_that_is_wider_than_the_cluster_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline over 8 GPUs, asked for on a cluster of 4: on as many nodes as it takes, up to 4,096."""
+    words = [f"runs_dir={tmp_path}", "space=tensor_pipeline", "model=Qwen/Qwen3-8B", "cluster=l40sx4", "plan=true"]
+    assert run.main([*words, "scaling=true"]) == 0
+    told = capsys.readouterr().out
+    assert "more than the 4 GPUs of the cluster" in told
+    assert re.search(r"^ *4096 ", told, re.MULTILINE)
+
+
+def test_all_faults_of_a_command_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["space=lora_smal", "cluster=h100x9", "learning.lr=1", "solve=num_workers"]
+    assert run.main(words) == run.EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    for part in (
+        "did you mean lora_small?", "did you mean h100x8?", "did you mean learning.learning_rate?", "give plan=true",
+    ):  # fmt: skip
+        assert part in told
+    assert len(told.splitlines()) == 4

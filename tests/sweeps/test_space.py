@@ -449,8 +449,9 @@ def test_paths_resolve_beside_the_file_or_where_the_command_was_given(
 ) -> None:
     spaces, here = tmp_path / "my spaces", tmp_path / "here"
     for folder in (spaces, here):
-        for name in ("d.jsonl", "e.jsonl", "c.yaml", "m/config.json"):
+        for name in ("d.jsonl", "e.jsonl", "m/config.json"):
             write(folder, "{}", name)
+        write(folder, (space.SPACES / "clusters" / "l40sx4.yaml").read_text(), "c.yaml")
     monkeypatch.chdir(here)
     text = "data: d.jsonl\neval_data: ./e.jsonl\nmodel: ./m\ncluster: c.yaml\n"
     spec = load(spaces, text)

@@ -154,10 +154,21 @@ class Share:
     """of the root's, at the end of a backward pass"""
     stepping: float = 0.0
     """of the optimizer"""
+    prefetching: float = 0.0
+    """weights on their way, while blocks run"""
+    bucketed: float = 0.0
+    """gradients that wait to be sent, in the backward pass"""
+    norm: float = 0.0
+    """of the sum of squares of the gradients, before the optimizer runs"""
+    flat: float = 0.0
+    """numbers that the optimizer takes at once; 0: those of a parameter"""
+    released: bool = False
+    """whether gradients are gone when the optimizer runs: `stepping` has what it made of them"""
 
     def without(self, *kept_on_host: str) -> Share:
         """Return the share of a device whose `kept_on_host` are in host memory."""
-        return replace(self, **dict.fromkeys(kept_on_host, 0.0))
+        nothing: dict[str, Any] = dict.fromkeys(kept_on_host, 0.0)
+        return replace(self, **nothing)
 
 
 @dataclass(frozen=True)

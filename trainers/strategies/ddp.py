@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainers.strategies import STRATEGIES, Parameters, Setting, Share, Strategy
@@ -63,9 +62,7 @@ class DDP(Strategy):
             return super().share(setting, whole, accumulation)
         from trainers.strategies.fsdp2 import mixed_share
 
-        trained = replace(whole, frozen_block=0.0, frozen_root=0.0)
-        share = mixed_share(setting, trained, accumulation, ranks=1, reshard=False, sync=False)
-        return replace(share, weights=share.weights + whole.frozen)
+        return mixed_share(setting, whole, accumulation, ranks=1, reshard=False, sync=False)
 
     def starts(self, setting: Setting, whole: Parameters) -> float:
         if _plain(setting):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from trainers.plan import Plan
@@ -132,11 +133,16 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
     that were not let go of. Whole gradients are as wide as compute, what is sent float32.
     """
     weights = (NATIVE.weight * whole.trained + whole.frozen) / ranks
+    if ranks == 1:  # frozen ones are used as they lie
+        whole = replace(whole, frozen_block=0.0, frozen_root=0.0)
     gradients = NATIVE.gradient * whole.trained / ranks
     unreduced = NATIVE.gradient * whole.trained  # accumulated where they are not summed over ranks in between
     before = (gradients if sync else unreduced) if accumulation > 1 else 0.0
     some = whole.root_in_use + (2 * whole.block_in_use if reshard else whole.blocks * whole.block_in_use)
     reduced = reduced_width(setting, whole)
+    # Of a gradient there are what was computed and what is sent; then that and the sum, beside an earlier one if there
+    # is one, and once more where nothing is divided.
+    summed = reduced / ranks * ((sync and accumulation > 1) + (ranks == 1))
     return Share(
         weights,
         NATIVE.state * whole.trained / ranks,
@@ -148,18 +154,13 @@ def mixed_share(setting: Setting, whole: Parameters, accumulation: int, ranks: i
         gathering=2 * whole.root_in_use if reshard else 0.0,
         reducing=whole.compute * whole.trained_block,
         reducing_more=(whole.compute + reduced) * whole.trained_block,
-        reducing_root=(whole.compute + (reduced if ranks_summed(setting) > 1 else 0)) * whole.trained_root,
+        reducing_root=(reduced + max(whole.compute, summed)) * whole.trained_root,
     )
 
 
 def reduced_width(setting: Setting, whole: Parameters) -> int:
     """Return in how many bytes a number of a gradient is sent."""
     return NATIVE.gradient if setting.options.get("reduce_dtype", "float32") == "float32" else whole.compute
-
-
-def ranks_summed(setting: Setting) -> int:
-    """Return over how many ranks a gradient is summed."""
-    return setting.plan.dp * setting.plan.cp
 
 
 def policies(setting: Setting) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trainers import deepspeed_memory
+from trainers.deepspeed_memory import BUCKET, LIVE
 from trainers.plan import Plan
-from trainers.strategies import STRATEGIES, Option, Parameters, Recipe, Setting, Share, Strategy, Traffic
+from trainers.strategies import STRATEGIES, Option, Parameters, Setting, Share, Strategy, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from trainers.layout import Layout
 
 
-BUCKET, LIVE = 500_000_000, 1_000_000_000
-"""DeepSpeed's own size of a bucket, and of the weights that stage 3 keeps gathered; numbers."""
 MODULES = 9
 """Of a block, that have weights: stage 3 gathers for one after another."""
 HOOKS = 80
@@ -97,34 +97,11 @@ class Zero(Strategy):
         return setting.plan.dp
 
     def share(self, setting: Setting, whole: Parameters, accumulation: int) -> Share:
-        stage, engine = int(setting.options["zero_stage"]), setting.options["zero_engine"]
-        ranks = setting.plan.dp
-        if engine == "torch":
+        if setting.options["zero_engine"] == "torch":
             plain = super().share(setting, whole, accumulation)
-            return replace(plain, optimizer_state=plain.optimizer_state / ranks)
-        # DeepSpeed: weights in the dtype of compute, and a rank's part of float32 masters beside its moments.
-        # Stage 1 keeps whole gradients, as computed and as summed; the others a part, and a bucket to send from, which
-        # stage 3 never lets go of. It gathers weights as long as there are fewer than LIVE of them.
-        recipe = Recipe(whole.compute, gradient=4, master=4, moments=8)
-        weights, bucket = recipe.weight * whole.trained + whole.frozen, min(BUCKET, whole.trained)
-        part = recipe.gradient * whole.trained / ranks
-        gathered = min(whole.in_use, LIVE * whole.compute) if stage == 3 else 0.0
-        whole_gradients = (recipe.gradient + whole.compute) * whole.trained
-        gradients = {1: whole_gradients, 2: part, 3: part + whole.compute * bucket}[stage]
-        reducing = recipe.gradient * bucket if stage == 2 else 0.0
+            return replace(plain, optimizer_state=plain.optimizer_state / setting.plan.dp)
+        share = deepspeed_memory.share(setting, whole, accumulation)
         on_host = {"none": (), "optimizer": ("optimizer_state",), "parameters": ("weights", "optimizer_state")}
-        share = Share(
-            weights / (ranks if stage == 3 else 1),
-            recipe.state * whole.trained / ranks,
-            gradients,
-            gradients if accumulation > 1 or stage == 3 else 0.0,
-            gathered=gathered,
-            gathered_after=gathered,
-            reducing=reducing,
-            reducing_more=reducing,
-            reducing_root=reducing + gathered,
-            stepping=part if stage == 3 else 0.0,
-        )
         return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
 
     def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
