@@ -15,7 +15,7 @@ from sweeps.outcome import TrialOutcome
 from sweeps.parity import References
 from sweeps.record import Recorder
 from sweeps.scaling import RATE
-from sweeps.search import Ask, Request, Searcher
+from sweeps.search import Ask, Request, Searcher, all_tried
 from sweeps.spec import SweepSpec
 from sweeps.standing import Standing, standing
 from sweeps.trial import Ending, Job
@@ -93,7 +93,7 @@ class SweepDesk:
         self._waiting = None
         if isinstance(answer, Ask):
             if answer is Ask.FINISHED and not self._running:
-                self.why = self.why or self.searcher.why or "every legal candidate was tried"
+                self.why = self.why or self.searcher.why or all_tried(self.searcher)
             return answer if not self._running else Ask.WAIT
         if answer.candidate.num_workers > free_workers:
             self._waiting = answer  # keeps its place: smaller trials do not overtake it

@@ -47,7 +47,7 @@ def print_report(report: Report, resume_command: str) -> None:
         f" and {counted(repeats, 'repeat')}" if repeats else ""
     )
     console.print(f"{trials}: {report.why}{untried}")
-    if report.ended in ("interrupted", "budget", "failing"):
+    if report.ended in ("interrupted", "budget", "failing") or report.spent:
         console.print(f"go on:    {resume_command}", soft_wrap=True)
     console.print(f"results:  {shlex.quote(str(report.folder))}", soft_wrap=True)
     if report.spec.trace != "none":
@@ -214,7 +214,8 @@ def _print_confirmed(console: Console, report: Report) -> None:
         if outcome.kind == "confirmation" and OFF in outcome.metrics:
             cost, off = figure(outcome.metrics[COST]), outcome.metrics[OFF]
             console.print(
-                f"confirmed: trial {outcome.trial_id}: {cost} USD to target, {off:+.1%} over what was composed"
+                f"confirmed: trial {outcome.trial_id}: {cost} USD to target, {abs(off):.1%} "
+                f"{'more' if off > 0 else 'less'} than what was composed for it"
             )
     composed = [f"{o.trial_id} with {o.composed_with}" for o in report.outcomes if o.composed_with is not None]
     if composed:
@@ -225,11 +226,15 @@ def _print_others(console: Console, report: Report) -> None:
     ranks = report.frontier.ranks()
     tied = {trial for point in report.frontier.points for trial in point.tied}
     others = [o for o in report.outcomes if o.trial_id not in ranks and o.competes and not o.reason]
-    dominated = [o for o in others if o.trial_id not in tied]
+    names = [o.name for o in report.frontier.objectives]
+    dominated = [o for o in others if o.trial_id not in tied and all(n in o.metrics for n in names)]
+    lacking = [o.trial_id for o in others if any(n not in o.metrics for n in names)]
     if tied:
         console.print("≈: dominated by less than the intervals of both step times")
     if dominated and ranks:
         console.print(f"dominated: {', '.join(o.trial_id for o in dominated)}")
+    if lacking and ranks:
+        console.print(f"without a value for every objective, or run whole as another trial: {', '.join(lacking)}")
     for outcome in report.outcomes:
         if outcome.reason:
             where = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ if not __package__:
 
 from sweeps import signals, space
 from sweeps.journal import Journal
+from sweeps.objectives import OBJECTIVES
+from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec, keys
 from trainers.errors import UserError
 
@@ -23,10 +27,13 @@ RESUMABLE = (
     "budget.trials",
     "budget.minutes",
     "budget.gpu_hours",
+    "confirm",
+    "least_gain",
     "launcher",
     "ray.max_concurrent_trials",
     "trial_timeout_minutes",
 )
+REGISTERED: Mapping[str, Collection[str]] = {"searcher": list(SEARCHERS), "objectives": list(OBJECTIVES)}
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 
@@ -181,11 +188,19 @@ def usage() -> str:
             if key != "space"
             else "  space: the space's name or path"
         )
+        if key in REGISTERED:
+            help_text = f"{help_text}. One of: {', '.join(REGISTERED[key])}"
         if help_text:
-            lines.append(f"      {help_text}")
-    lines += ["  resume: latest or a sweep's id", f"      continue a sweep; may change {', '.join(RESUMABLE)}"]
+            lines += wrapped(help_text)
+    lines += ["  resume: latest or a sweep's id", *wrapped(f"continue a sweep; may change {', '.join(RESUMABLE)}")]
     lines += ["", "exit status: 0; 1 no trial completed (out of memory, too); 2 bad input; 130 interrupted"]
     return "\n".join(lines)
+
+
+def wrapped(text: str) -> list[str]:
+    """Return a help text as lines that fit the terminal, indented."""
+    width = min(max(shutil.get_terminal_size().columns, 60), 120)
+    return textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 def headline(path: Path) -> str:

@@ -33,7 +33,7 @@ from sweeps.pareto import Frontier, frontier, with_ties
 from sweeps.predict import predict
 from sweeps.record import Recorder
 from sweeps.scaling import RATE, Scaling, draw, scaling
-from sweeps.search import SEARCHERS
+from sweeps.search import SEARCHERS, all_tried
 from sweeps.spec import SweepSpec
 from sweeps.workload import OfData
 from trainers import model
@@ -67,7 +67,7 @@ class Report:
     target: float | None
     ended: Ended
     why: str
-    spent: str | None  # the key of the budget that ended it
+    spent: str | None  # the key of the budget, or of the searcher's limit, that ended it
     untried: int
     warnings: tuple[str, ...]
     advice: tuple[Advice, ...]
@@ -222,10 +222,11 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
     figures = {o.trial_id: o.metrics for o in simplest_first}
     front = with_ties(frontier(figures, objectives), figures)
     journal.write_json("frontier.json", front.to_json({o.trial_id: o.config for o in outcomes}))
-    journal.write_candidates(candidates, {**desk.searcher.ruled_out, **states(outcomes)})
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
     again = {o.candidate_id for o in outcomes if o.cut_short}
     left = {c.id for c in desk.searcher.untried} | again
+    composed = {c.id: "composed" for c in candidates if c.id not in left}
+    journal.write_candidates(candidates, {**composed, **desk.searcher.ruled_out, **states(outcomes)})
     untried = sum(c.legal and c.id not in tried and c.id in left for c in candidates)
     ended, why = ending(desk, stopped, untried)
     advice = advise(
@@ -252,7 +253,7 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
         desk.target,
         ended,
         why,
-        desk.spent if ended == "budget" else None,
+        desk.spent if ended == "budget" else desk.searcher.limit if ended == "complete" else None,
         untried,
         tuple(warnings(outcomes, spec.precision) + desk.recorder.notes),
         tuple(advice),
@@ -274,7 +275,7 @@ def ending(desk: SweepDesk, stopped: BaseException | None, untried: int) -> tupl
         return "interrupted", "interrupted"
     if stopped is not None:
         return "broken", f"{type(stopped).__name__}: {stopped}".splitlines()[0]
-    why = desk.why or "every legal candidate was tried"
+    why = desk.why or all_tried(desk.searcher)
     finished = bool(desk.searcher.why) and why == desk.searcher.why
     return ("failing" if desk.failing else "budget" if untried and not finished else "complete"), why
 

@@ -99,6 +99,8 @@ class Searcher(ABC):
         self.seen: set[str] = set()  # ids that were handed out or told
         self.why = ""
         """why it is finished, where candidates are left"""
+        self.limit: str | None = None
+        """the key that says so, which may be changed to go on"""
         self.prepare()
 
     def prepare(self) -> None:
@@ -157,6 +159,15 @@ class WholeRuns(Searcher):
     @abstractmethod
     def choose(self) -> Candidate | Ask:
         """Return one of `untried` (which is not empty), or WAIT."""
+
+
+def all_tried(searcher: Searcher) -> str:
+    """Say that no candidate is left, with how many were not worth a trial."""
+    ruled_out = len(searcher.ruled_out)
+    without = (
+        f" but {ruled_out} that would run out of memory, as measured trials or predictions tell" if ruled_out else ""
+    )
+    return f"every legal candidate was tried{without}"
 
 
 SEARCHERS: Registry[type[Searcher]] = Registry("searcher", __name__)

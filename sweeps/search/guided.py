@@ -45,17 +45,22 @@ class Guided(Searcher):
 
     @property
     def untried(self) -> list[Candidate]:
-        """Candidates whose way to divide the work no trial has had, and that are not ruled out."""
-        tried = {self._arm_of[r.candidate.id] for r in self._pending}
-        tried |= {i for o in self._outcomes if not o.cut_short and (i := self._systems.position(o)) is not None}
-        ruled_out = self.ruled_out
-        return [c for c in self.candidates if self._arm_of[c.id] not in tried and c.id not in ruled_out]
+        """Candidates that cannot be composed, as no trial had their system or their learning, and that may run."""
+        tried, learned, ruled_out = self._tried(), self._learning.now(self._outcomes)[2], self.ruled_out
+        known = {candidate.id for i in tried for key, candidate in self.arms[i].by_learning.items() if key in learned}
+        return [c for c in self.candidates if c.id not in known and c.id not in ruled_out]
+
+    def _tried(self) -> set[int]:
+        """Return the arms that a trial has had."""
+        return {i for o in self._outcomes if not o.cut_short and (i := self._systems.position(o)) is not None}
 
     @property
     def left(self) -> int:
         if self.why:
             return 0
-        arms = {self._arm_of[c.id] for c in self.untried}
+        away = self._tried() | {self._arm_of[r.candidate.id] for r in self._pending}
+        ruled_out = self.ruled_out
+        arms = {i for i, arm in enumerate(self.arms) if i not in away and arm.candidate.id not in ruled_out}
         learned = len(self._learning.keys) - len(self._learning.now(self._outcomes)[2])
         confirmed = sum(o.kind == "confirmation" for o in self._outcomes)
         return len(arms) + learned + max(0, self.knowledge.confirm - confirmed) if self.candidates else 0
@@ -89,7 +94,7 @@ class Guided(Searcher):
         confirmed = worth.to_confirm()
         if confirmed is not None:
             return Request(confirmed, "confirmation", "the cost, which was composed, of a run as a whole")
-        self.why = _why(options, least)
+        self.why, self.limit = _why(options, least, bool(self.untried)), "least_gain" if options else None
         return Ask.FINISHED
 
 
@@ -100,10 +105,10 @@ def _request(option: Option, worth: Worth) -> Request:
     return Request(option.candidate, option.kind, why, give_up)
 
 
-def _why(options: Sequence[Option], least: float) -> str:
+def _why(options: Sequence[Option], least: float, untried: bool) -> str:
     """Say why no trial is left to run; empty where all that there are have run."""
     if not options:
-        return ""
+        return "the rest cannot be measured: its trials failed, or no way to run it is left" if untried else ""
     most = max(o.gain for o in options)
     return (
         f"no trial is expected to add {least:.2%} to the hypervolume; the best of {len(options)} would add {most:.2%}"
