@@ -355,18 +355,24 @@ _LINE = {
 # fmt: on
 
 
-def saved_view(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], created_at: int) -> str:
+def saved_view(spec: SweepSpec, sweep: str, outcomes: Sequence[TrialOutcome], created_at: int) -> str:
     """Return the value of an experiment tag `mlflow.sharedViewState.<id>`: charts, columns, filter and sort."""
-    state = json.dumps(view_state(spec, sweep, metric_keys), separators=(",", ":"))
+    keys = {r.key for o in outcomes for r in final_metrics(o, spec.objectives)} | set(TRAIN_CURVES if outcomes else ())
+    # Parallel coordinates show only runs that have all that is asked for, and some axes belong to one strategy.
+    shared = [name for name in varying(spec) if all(name in params(o) for o in outcomes)]
+    state = json.dumps(view_state(spec, sweep, keys, shared), separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(state.encode(), 9)).decode()
     return json.dumps({"name": sweep, "createdAt": created_at, "state": f"deflate;{packed}"})
 
 
-def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str]) -> dict[str, Any]:
-    """Return the page's state; `metric_keys`: all that exist, each of which would get a chart of its own."""
+def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], shared: Sequence[str]) -> dict[str, Any]:
+    """Return the page's state.
+
+    `metric_keys`: all that exist, each of which would get a chart of its own; `shared`: the axes that all trials have.
+    """
     objectives = [metric_key(name) for name in spec.objectives]
     columns = [f"metrics.`{key}`" for key in (RANK, *objectives)] + [f"params.`{key}`" for key in varying(spec)[:10]]
-    charts = list(_charts(sweep, objectives, varying(spec)[:8]))
+    charts = list(_charts(sweep, objectives, shared[:8]))
     for key in sorted({RANK, *metric_keys} - {c.get("metricKey") for c in charts}):
         charts.append(_chart(sweep, f"hidden {key}", "BAR", "tradeoffs", metricKey=key, deleted=True, isGenerated=True))
     sections = [{"uuid": _uuid(sweep, key), "name": name, "columns": n, **_SECTION} for key, name, n in _SECTIONS]

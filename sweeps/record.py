@@ -366,9 +366,7 @@ class Recorder:
 
     def _save_view(self, outcomes: Sequence[TrialOutcome]) -> None:
         """Store the comparison as a view. Its format is undocumented, and old servers hold less: no reason to fail."""
-        keys = {r.key for o in outcomes for r in view.final_metrics(o, self.spec.objectives)}
-        keys |= set(view.TRAIN_CURVES if outcomes else ())
-        state = view.saved_view(self.spec, self._id, keys, view.milliseconds(time.time()))
+        state = view.saved_view(self.spec, self._id, outcomes, view.milliseconds(time.time()))
         tag = f"mlflow.sharedViewState.{view.param_key(self._id)}"
         with suppress(*outages()):
             self._store.client.set_experiment_tag(self._store.experiment_id, tag, state)

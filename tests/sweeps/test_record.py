@@ -674,6 +674,20 @@ def test_the_saved_view_opens_the_comparison(store: Store) -> None:
     assert set(run.data.metrics) <= drawn  # any other would get a chart of its own
 
 
+def test_parallel_coordinates_have_the_axes_that_all_trials_have() -> None:
+    """The page leaves out every run that lacks one: with an axis of one strategy it would show none of the others."""
+    axes = {"learning": {"learning_rate": [1e-4, 2e-4]}, "system": {"strategy": ["ddp", "zero"], "zero_stage": [2, 3]}}
+    spec = SweepSpec.model_validate({"space": "lora_small", **axes})
+    zero = outcome(0, config={"learning_rate": 1e-4, "strategy": "zero", "zero_stage": 2})
+    ddp = outcome(1, config={"learning_rate": 1e-4, "strategy": "ddp"})
+    for trials, shared in (([zero], ["zero_stage"]), ([zero, ddp], [])):
+        saved = json.loads(view.saved_view(spec, SWEEP, trials, 0))
+        state = json.loads(zlib.decompress(base64.b64decode(saved["state"].removeprefix("deflate;"))))
+        (chart,) = [c for c in state["compareRunCharts"] if c["type"] == "PARALLEL"]
+        assert sorted(chart["selectedParams"]) == sorted(["learning_rate", "strategy", *shared])
+        assert "params.`zero_stage`" in state["selectedColumns"]
+
+
 def test_the_note_fits_with_500_trials() -> None:
     trials = [
         outcome(n, memory=1 + n, speed=1000.0 + n, config={"strategy": "s" * 40, "learning_rate": 1e-4})
