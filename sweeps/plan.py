@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sweeps.correction import Correction
 
 MOST_RANKS = 4096
-SPEC = "spec.yaml"
+SPEC = "plan.yaml"  # not spec.yaml: a plan is no sweep to be resumed
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_plan(spec: SweepSpec, told: Callable[[str, int, int], None] = lambda *_
     if spec.simulate != "none":
         found = settled(found, spec.simulate, forecaster, Simulations(runs / ".simulations"), told)
     folder = folder_of(spec, runs / f"{spec.space}-plan-{slug(shape.name)}-{slug(cluster.name)}")
-    found.sort(key=lambda p: (("FITS", "AT_RISK", "OOM").index(p.verdict), p.usd_per_million_tokens, p.point_gib))
+    found.sort(key=best_first)
     plan = Plan(spec, forecaster, tuple(found), tuple(pruned), folder)
     write(plan)
     return plan
@@ -132,6 +132,12 @@ def shape_of(spec: SweepSpec) -> ModelShape:
         f"model={spec.model}: plan=true knows no such shape{did_you_mean(spec.model, by_name)}; give "
         f"{', '.join(s.name for s in shipped.values())}, or the path of a folder with a config.json"
     )
+
+
+def best_first(p: Prediction) -> tuple[int, float, float]:
+    """Sort key: what fits by its price, what does not by how much it needs."""
+    price = p.usd_per_million_tokens
+    return ("FITS", "AT_RISK", "OOM").index(p.verdict), 0.0 if p.verdict == "OOM" else price, p.point_gib
 
 
 def folder_of(spec: SweepSpec, first: Path) -> Path:

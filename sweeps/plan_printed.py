@@ -38,9 +38,9 @@ def print_plan(plan: Plan) -> None:
     capacity = f"{cluster.nodes * cluster.devices_per_node} × {cluster.device}, {cluster.device_memory_gib:g} GiB each"
     if plan.forecaster.capacity_gib < cluster.device_memory_gib:
         capacity += f", of which {plan.forecaster.capacity_gib:g} may be used (memory_limit_gib)"
-    console.print(
-        f"{plan.shape.name}, {plan.shape.num_parameters / 1e9:.2f}e9 parameters, on {cluster.name}: {capacity}"
-    )
+    elif plan.forecaster.limit_gib is not None:
+        capacity += f"; memory_limit_gib={plan.forecaster.limit_gib:g} is no less, and changes nothing"
+    console.print(f"{plan.shape.name}, {numbers(plan.shape.num_parameters)} parameters, on {cluster.name}: {capacity}")
     axes = [name for name in varying([p.config for p in plan.predictions]) if name not in FREE]
     same = [name for name in plan.predictions[0].config if name not in axes and name not in FREE]
     console.print(Text(f"in all: {words(plan.predictions[0].config, same)}", style="dim"), soft_wrap=True)
@@ -55,10 +55,11 @@ def print_plan(plan: Plan) -> None:
         cells = row(p, axes, accounts)
         table.add_row(*(cells[i] for i in shown))
     console.print(table)
-    if more := len(others) - len(simulated):
-        console.print(f"… and {more} more in predictions.jsonl")
+    if more := Counter(p.verdict for p in others if p.by != "simulation"):
+        console.print(f"… and {', '.join(f'{n} {name}' for name, n in more.items())} more in predictions.jsonl")
     verdicts = Counter(p.verdict for p in plan.predictions)
-    console.print(", ".join(f"{n} {name}" for name, n in verdicts.items()) + f"; {len(plan.pruned)} pruned")
+    several = ", some by several rules" if any(len(c.reasons) > 1 for c in plan.pruned) else ""
+    console.print(", ".join(f"{n} {name}" for name, n in verdicts.items()) + f"; {len(plan.pruned)} pruned{several}")
     for rule, n in Counter(r for c in plan.pruned for r in c.reasons).most_common(8):
         console.print(Text(f"  pruned {n}: {rule}", style="dim"), soft_wrap=True)
     if not verdicts["FITS"] and not verdicts["AT_RISK"]:
@@ -116,7 +117,8 @@ def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str
     """Return a prediction as cells; memory in GiB."""
     sizes = (f"{getattr(p.accounts, name) / GIB:.1f}" for name in accounts)
     decides = HOST if p.phase == HOST else f"{SHORT[p.account]} in {p.phase.replace('_', ' ')}"
-    times = (figure(p.step_time_s), figure(p.tokens_per_second), figure(p.usd_per_million_tokens))
+    step = figure(p.step_time_s) + ("†" if p.started else "")
+    times = (step, figure(p.tokens_per_second), figure(p.usd_per_million_tokens))
     name = words(p.config, axes)
     return [
         name,
@@ -131,22 +133,31 @@ def row(p: Prediction, axes: Sequence[str], accounts: Sequence[str]) -> list[str
 
 # What makes less of an account.
 LESS = {
-    "weights": "adapter=qlora, or more GPUs with fsdp2, zero_stage=3, tp or pp",
-    "gradients": "adapter=lora, or more GPUs with fsdp2, zero_stage=2 or tp",
-    "optimizer_state": "adapter=lora, or more GPUs with fsdp2 or zero, or offload",
-    "activations": "a smaller micro_batch_size or seq_len, activation_checkpointing=full, or tp or cp",
-    "temporary": "a smaller micro_batch_size or seq_len, or tp, which divides the logits",
+    "weights": "learning.adapter=qlora, or more GPUs with system.strategy=fsdp2, system.zero_stage=3, system.tp or pp",
+    "gradients": "learning.adapter=lora, or more GPUs with system.strategy=fsdp2, system.zero_stage=2 or system.tp",
+    "optimizer_state": "learning.adapter=lora, or more GPUs with system.strategy=fsdp2 or zero, or system.offload",
+    "activations": (
+        "a smaller system.micro_batch_size or learning.seq_len, system.activation_checkpointing=full, system.tp or cp"
+    ),
+    "temporary": "a smaller system.micro_batch_size or learning.seq_len, or system.tp, which divides the logits",
 }
 
 
 def next_step(plan: Plan) -> str:
     """Return what to try where nothing fits: by what decides for the one that lacks least."""
+    there, capacity = plan.forecaster.cluster.host_memory_gib, plan.forecaster.capacity_gib
     nearest = min(plan.predictions, key=lambda p: (p.phase == HOST, p.point_gib))
+    on_host = min((p.host_gib for p in plan.predictions if p.phase == HOST and p.upper_gib <= capacity), default=None)
     solve = "" if plan.spec.solve == "num_workers" else "; solve=num_workers tells on how many GPUs each would"
     if nearest.phase == HOST:
         return f"nothing fits: the host's memory is short; offload less, or fewer GPUs a node{solve}"
     account, gib = nearest.account, f"{nearest.point_gib:.0f} GiB"
-    return f"nothing fits: the nearest needs {gib}, most of it {account.replace('_', ' ')}: {LESS[account]}{solve}"
+    text = f"nothing fits: the nearest needs {gib}, most of it {account.replace('_', ' ')}: {LESS[account]}{solve}"
+    if on_host is not None:
+        text += (
+            f". Offloaded, some would fit the device, but need {on_host:.0f} GiB of a node's {there:g} of host memory"
+        )
+    return text
 
 
 def assumptions(plan: Plan) -> list[str]:
@@ -160,12 +171,18 @@ def assumptions(plan: Plan) -> list[str]:
             f"GiB: the accounts, and beside them {OUTSIDE_GIB:g} of context and libraries; with several GPUs "
             f"{NCCL_GIB:g} of NCCL's buffers, too"
         ),
-        f"up to: the closed form has been off by {BOUND:.0%}. FITS holds with so much more, OOM with so much less",
+        (
+            f"verdict: FITS where {BOUND:.0%} more than predicted fits (up to), OOM where {BOUND:.0%} less does not, "
+            "AT_RISK between: so far has the closed form been off"
+        ),
     ]
     if plan.spec.solve == "num_workers":
         found.append("num_workers: on as many nodes as it takes; where none fits, the most that the batch allows")
     have = forecaster.cluster.nodes * forecaster.cluster.devices_per_node
-    if plan.spec.solve != "num_workers" and any(int(p.config["num_workers"]) > have for p in plan.predictions):
+    widest = max(int(p.config["num_workers"]) for p in plan.predictions)
+    if widest < have:
+        found.append(f"num_workers: at most {widest} of the {have} GPUs, as the space says: system.num_workers={have}")
+    if plan.spec.solve != "num_workers" and widest > have:
         found.append(f"num_workers: more than the {have} GPUs of the cluster, on as many such nodes as it takes")
     if by["simulation"]:
         reserved = f"what torch's allocator would reserve, and {SIMULATION_BOUND:.0%}"
@@ -181,15 +198,19 @@ def assumptions(plan: Plan) -> list[str]:
     else:
         trials = f"{forecaster.correction.trials} trials of {plan.spec.corrected_by}"
         found.append(f"time: corrected by {trials}: {forecaster.correction}")
-    if started := sum(p.started for p in plan.predictions):
-        found.append(
-            f"time: of {started} of {len(plan.predictions)} starting kernels takes longer than running them: "
-            "a larger micro batch costs them little, and a faster GPU helps little"
-        )
+    if any(p.started for p in plan.predictions):
+        found.append("†: starting the kernels takes longer than running them: a larger micro batch costs little")
+    if plan.spec.simulate == "at_risk" and not by["simulation"]:
+        found.append("simulate=at_risk: none is at risk, and nothing was simulated")
     found.append(f"price: {forecaster.price:g} USD per GPU-hour")
     if risky:
         found.append(f"simulate=at_risk runs the real code of the {risky} at risk on fake tensors, seconds each")
     return found
+
+
+def numbers(count: int) -> str:
+    """Return a number of parameters, as models are named by it."""
+    return f"{count / 1e9:.2f}e9" if count >= 1e8 else f"{count / 1e6:.2f}e6"
 
 
 def varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -210,10 +231,13 @@ def draw(plan: Plan, axes: Sequence[str]) -> None:
         sizes = [getattr(p.accounts, name) / GIB for p in shown]
         plot.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    plot.axvline(plan.forecaster.capacity_gib, color="black", linestyle="--", label="the device's memory")
-    plot.set_yticks(range(len(shown)), [words(p.config, axes) for p in shown], fontsize=7)
+    outside = [p.point_gib - p.accounts.total / GIB for p in shown]
+    plot.barh(range(len(shown)), outside, left=left, label="context and NCCL", color="lightgray")
+    limit = "what may be used of it" if plan.forecaster.capacity_gib < plan.forecaster.cluster.device_memory_gib else ""
+    plot.axvline(plan.forecaster.capacity_gib, color="black", linestyle="--", label=limit or "the device's memory")
+    plot.set_yticks(range(len(shown)), [f"{words(p.config, axes)}  {p.verdict}" for p in shown], fontsize=7)
     plot.invert_yaxis()
     plot.set_title(f"{plan.shape.name} on {plan.forecaster.cluster.name}: the first {len(shown)}", fontsize="medium")
-    plot.set_xlabel("GiB of a device, predicted, without context and NCCL")
-    plot.legend(fontsize="small")
+    plot.set_xlabel("GiB of a device, predicted")
+    drawing.legend(fontsize="small", loc="outside lower center", ncols=4)
     drawing.savefig(plan.folder / "memory.png", dpi=120)

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted; if a sweep had begun, resume=latest goes on with it", file=sys.stderr)
+        sweep = not any(word.lower().startswith("plan=t") for word in arguments)
+        more = "; if a sweep had begun, resume=latest goes on with it" if sweep else ""
+        print(f"\ninterrupted{more}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

@@ -215,7 +215,7 @@ class SweepSpec(Frozen):
     simulate: Literal["none", "at_risk", "all"] = "none"
     """with plan=true: run the real code on fake tensors, for candidates at risk or for all; seconds each"""
     scaling: bool = False
-    """with plan=true: the best configuration of each strategy on up to 4,096 GPUs"""
+    """with plan=true: of each strategy the cheapest configuration that fits on several GPUs, on up to 4,096"""
     corrected_by: str | None = None
     """with plan=true: a sweep on the same cluster (an id, or latest) whose step times correct the predicted ones"""
     searcher: str = "guided"

@@ -282,3 +282,18 @@ def test_all_faults_of_a_command_are_told_at_once(capsys: pytest.CaptureFixture[
     ):  # fmt: skip
         assert part in told
     assert len(told.splitlines()) == 4
+
+
+def test_a_plan_is_no_sweep(tmp_path: Path) -> None:
+    make_plan(spec_of(tmp_path))
+    with pytest.raises(UserError, match="no sweep"):
+        Journal.find("latest", Path(spec_of(tmp_path).runs_dir))
+
+
+def test_where_only_host_memory_is_short_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-8B in full on two GPUs of 24 GB: offloaded it would fit them, and not a node's 128 GiB."""
+    words = ["space=full", "model=Qwen/Qwen3-8B", "cluster=rtx4090x2", "plan=true", f"runs_dir={tmp_path}"]
+    assert run.main([*words, "system.micro_batch_size=[1]"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"Offloaded, some would fit the device, but need 1\d\d GiB of a node's 128 of host memory", told)
+    assert "simulate=at_risk runs" not in told

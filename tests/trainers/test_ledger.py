@@ -173,3 +173,11 @@ def test_gradients_that_wait_in_a_bucket_are_gradients() -> None:
     assert phases["backward"].temporary == pytest.approx(4 * small.num_parameters, rel=1e-3)  # a copy, as it is sent
     assert phases["optimizer"].gradients == 0  # by then one flat tensor has all, beside what AdamW makes of it
     assert phases["optimizer"].temporary == 3 * 4 * small.num_parameters
+
+
+def test_deepspeed_keeps_sums_of_gradients_where_the_optimizer_is() -> None:
+    """Stage 3 on 4 GPUs, all offloaded: of gradients a bucket of 5e8 numbers of 2 bytes stays on the device."""
+    system = {"strategy": "zero", "zero_stage": 3, "num_workers": 4, "offload": "parameters"}
+    found = predict(LLAMA_8B, setting(LLAMA_8B, system, param_dtype="bfloat16"), TOKEN)["optimizer"]
+    assert (found.weights, found.optimizer_state) == (0, 0)
+    assert found.gradients == 5e8 * 2

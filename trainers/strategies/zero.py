@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainers import deepspeed_memory
-from trainers.deepspeed_memory import BUCKET, LIVE
+from trainers.deepspeed_memory import BUCKET, FLOAT32, LIVE
 from trainers.plan import Plan
 from trainers.strategies import STRATEGIES, Option, Parameters, Setting, Share, Strategy, Traffic
 
@@ -100,8 +100,13 @@ class Zero(Strategy):
         if setting.options["zero_engine"] == "torch":
             plain = super().share(setting, whole, accumulation)
             return replace(plain, optimizer_state=plain.optimizer_state / setting.plan.dp)
+        stage = int(setting.options["zero_stage"])
         share = deepspeed_memory.share(setting, whole, accumulation)
         on_host = {"none": (), "optimizer": ("optimizer_state",), "parameters": ("weights", "optimizer_state")}
+        if setting.options["offload"] != "none" and stage > 1 and setting.device == "cuda":
+            # A part of the sums is kept where the optimizer is; stage 3 keeps its bucket on the device.
+            kept = max(0.0, share.gradients - FLOAT32 * whole.trained / setting.plan.dp)
+            share = replace(share, gradients=kept, gradients_before=min(kept, share.gradients_before), stepping=0.0)
         return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
 
     def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
@@ -109,13 +114,16 @@ class Zero(Strategy):
         if setting.options["zero_engine"] == "torch":
             (plain,) = super().traffic(setting, whole, micro_batches)  # and each rank's part of the new weights
             return [replace(plain, bytes=plain.bytes + self.ring(setting) * 4 * whole.trained)]
-        sums, gathers = (1 if stage == 1 else micro_batches), whole.compute * whole.trained
-        rings = sums * math.ceil(whole.trained / BUCKET) + 1
-        if stage == 3:
-            times = (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches
-            gathers, rings = whole.in_use * times, rings + MODULES * whole.blocks * times
-        sent = self.ring(setting) * (sums * 4 * whole.trained + gathers)
-        return [Traffic(sent, setting.plan.dp, overlapped=True, rings=rings)]
+        sums = 1 if stage == 1 else micro_batches
+        # Stage 1 in bfloat16 sums after the last backward pass; 1 and 2 exchange new weights after the optimizer.
+        beside = not (stage == 1 and setting.half)
+        size, rings = self.ring(setting) * sums * 4 * whole.trained, sums * math.ceil(whole.trained / BUCKET)
+        reducing = Traffic(size, setting.plan.dp, overlapped=beside, rings=rings)
+        times = (1 if whole.in_use <= LIVE * whole.compute else 2) * micro_batches if stage == 3 else 1
+        gathered = whole.in_use if stage == 3 else whole.compute * whole.trained
+        rings = MODULES * whole.blocks * times if stage == 3 else 1
+        sent = self.ring(setting) * times * gathered
+        return [reducing, Traffic(sent, setting.plan.dp, overlapped=stage == 3, rings=rings)]
 
     def starts(self, setting: Setting, whole: Parameters) -> float:
         return HOOKS * MODULES * whole.blocks if setting.options["zero_stage"] == 3 else 0.0
