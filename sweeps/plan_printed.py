@@ -15,7 +15,7 @@ from rich.text import Text
 from sweeps.candidates import FREE
 from sweeps.forecast import BOUND, HOST, NCCL_GIB, OUTSIDE_GIB, PROCESS_GIB, Prediction
 from sweeps.plan import Plan
-from sweeps.plan_scaling import best_of_each, scaled
+from sweeps.plan_scaling import DEGREES, best_of_each, scaled
 from sweeps.settling import SIMULATION_BOUND
 from sweeps.wording import figure, words
 from trainers.result import GIB, Accounts
@@ -101,6 +101,10 @@ def print_scaling(console: Console, plan: Plan, axes: Sequence[str]) -> None:
     if not groups:
         console.print("\nOn more GPUs: no configuration fits, or none can have more")
         return
+    shown = {words(steps[0].prediction.config, DEGREES) for steps in groups}
+    left_out = [name for p in plan.predictions if (name := words(p.config, DEGREES)) not in shown]
+    if left_out:
+        console.print(f"\nnot shown, as none fits several GPUs of this cluster: {'; '.join(dict.fromkeys(left_out))}")
     for text in (
         (
             f"nodes of {cluster.devices_per_node}, each GPU with {cluster.inter_node_link_bytes_per_s / 1e9:g} GB/s to "
