@@ -359,7 +359,8 @@ def saved_view(spec: SweepSpec, sweep: str, outcomes: Sequence[TrialOutcome], cr
     """Return the value of an experiment tag `mlflow.sharedViewState.<id>`: charts, columns, filter and sort."""
     keys = {r.key for o in outcomes for r in final_metrics(o, spec.objectives)} | set(TRAIN_CURVES if outcomes else ())
     # Parallel coordinates show only runs that have all that is asked for, and some axes belong to one strategy.
-    shared = [name for name in varying(spec) if all(name in params(o) for o in outcomes)]
+    logged = [params(o) for o in outcomes]
+    shared = [name for name in varying(spec) if all(name in those for those in logged)]
     state = json.dumps(view_state(spec, sweep, keys, shared), separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(state.encode(), 9)).decode()
     return json.dumps({"name": sweep, "createdAt": created_at, "state": f"deflate;{packed}"})

@@ -20,8 +20,8 @@ from trainers import model, yaml_text
 from trainers.errors import UserError, did_you_mean
 from trainers.prepare import locate_data
 
-# Keys that only plans know, and what they are when they are not given.
-OF_PLANS = {"solve": "none", "simulate": "none", "scaling": False, "corrected_by": None}
+OF_PLANS = ("solve", "simulate", "scaling", "corrected_by")
+"""Keys that only plans know."""
 SPACES = Path(__file__).resolve().parent.parent / "search_spaces"
 
 
@@ -233,7 +233,8 @@ def _registry_faults(tree: Mapping[str, Any]) -> list[str]:
 def _plan_faults(tree: Mapping[str, Any]) -> list[str]:
     if str(tree.get("plan", False)).lower() in ("true", "1", "yes", "on"):
         return []
-    asked = [key for key, unset in OF_PLANS.items() if str(tree.get(key, unset)).lower() != str(unset).lower()]
+    unset = {key: SweepSpec.model_fields[key].default for key in OF_PLANS}
+    asked = [key for key in OF_PLANS if str(tree.get(key, unset[key])).lower() != str(unset[key]).lower()]
     return [f"{key}={_text(tree[key])}: only a plan answers that; give plan=true, too" for key in asked]
 
 

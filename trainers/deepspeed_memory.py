@@ -7,6 +7,7 @@ optimizers (bf16_optimizer.py, stage_1_and_2.py, stage3.py of 0.19), and what a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from trainers.strategies import Parameters, Recipe, Setting, Share
 
@@ -16,8 +17,16 @@ FLOAT32, FLOAT64 = 4, 8
 
 
 def share(setting: Setting, whole: Parameters, accumulation: int) -> Share:
-    """Return a rank's share, with nothing offloaded."""
-    return _STAGES[int(setting.options["zero_stage"])](setting, whole, accumulation)
+    """Return a rank's share of its device's memory."""
+    stage, offload = int(setting.options["zero_stage"]), str(setting.options["offload"])
+    found = _STAGES[stage](setting, whole, accumulation)
+    if offload == "none" or setting.device != "cuda":
+        return found
+    if stage > 1:
+        # A part of the sums is kept where the optimizer is; stage 3 keeps its bucket on the device.
+        kept = max(0.0, found.gradients - FLOAT32 * whole.trained / setting.plan.dp)
+        found = replace(found, gradients=kept, gradients_before=min(kept, found.gradients_before), stepping=0.0)
+    return found.without("optimizer_state", *(("weights",) if offload == "parameters" else ()))
 
 
 def _whole_gradients(setting: Setting, whole: Parameters, accumulation: int) -> Share:

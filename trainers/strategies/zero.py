@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainers import deepspeed_memory
-from trainers.deepspeed_memory import BUCKET, FLOAT32, LIVE
+from trainers.deepspeed_memory import BUCKET, LIVE
 from trainers.plan import Plan
 from trainers.strategies import STRATEGIES, Option, Parameters, Setting, Share, Strategy, Traffic
 
@@ -100,14 +100,7 @@ class Zero(Strategy):
         if setting.options["zero_engine"] == "torch":
             plain = super().share(setting, whole, accumulation)
             return replace(plain, optimizer_state=plain.optimizer_state / setting.plan.dp)
-        stage = int(setting.options["zero_stage"])
-        share = deepspeed_memory.share(setting, whole, accumulation)
-        on_host = {"none": (), "optimizer": ("optimizer_state",), "parameters": ("weights", "optimizer_state")}
-        if setting.options["offload"] != "none" and stage > 1 and setting.device == "cuda":
-            # A part of the sums is kept where the optimizer is; stage 3 keeps its bucket on the device.
-            kept = max(0.0, share.gradients - FLOAT32 * whole.trained / setting.plan.dp)
-            share = replace(share, gradients=kept, gradients_before=min(kept, share.gradients_before), stepping=0.0)
-        return share.without(*on_host[str(setting.options["offload"])]) if setting.device == "cuda" else share
+        return deepspeed_memory.share(setting, whole, accumulation)
 
     def traffic(self, setting: Setting, whole: Parameters, micro_batches: int) -> list[Traffic]:
         stage = int(setting.options["zero_stage"])
