@@ -225,7 +225,8 @@ def conclude(desk: SweepDesk, candidates: Sequence[Candidate], stopped: BaseExce
     tried = {o.candidate_id for o in outcomes if not o.cut_short}
     again = {o.candidate_id for o in outcomes if o.cut_short}
     left = {c.id for c in desk.searcher.untried} | again
-    composed = {c.id: "composed" for c in candidates if c.id not in left}
+    # One that was handed out and never ran, as there was no room for it, is not composed.
+    composed = {c.id: "composed" for c in candidates if c.id not in left | desk.searcher.seen}
     journal.write_candidates(candidates, {**composed, **desk.searcher.ruled_out, **states(outcomes)})
     untried = sum(c.legal and c.id not in tried and c.id in left for c in candidates)
     ended, why = ending(desk, stopped, untried)
