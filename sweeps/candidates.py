@@ -153,6 +153,7 @@ def trial_tree(
     """Return the config of a candidate's trial, in file form; `traces`: the folder for those that are asked for."""
     probes = request is not None and request.kind == "probe"
     give_up = ",".join(f"{tokens}:{loss:.6g}" for tokens, loss in request.give_up) if request is not None else ""
+    rivals = ",".join(f"{gib:.6g}:{seconds:.6g}" for gib, seconds in request.rivals) if request is not None else ""
     run = {
         "device": device,
         "max_tokens": spec.budget.tokens_per_trial,
@@ -167,6 +168,7 @@ def trial_tree(
         "trace_dir": traces if spec.trace != "none" else None,
         "max_updates": 1 if probes else None,
         "give_up": give_up or None,
+        "dominated_by": rivals or None,
     }
     return {**data_tree(spec), "learning": dict(candidate.learning), "system": dict(candidate.system), "run": run}
 

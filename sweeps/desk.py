@@ -24,6 +24,7 @@ from trainers.result import TrialResult
 from trainers.timing import impossible, peak_phase, summarize
 
 SAME_FAILURES = 3  # identical failures in a row, with nothing completed, that end a sweep
+KEPT = 0.25  # of a budget, at most, for confirmations
 REFERENCE_SHARE = 0.5  # a derived target is what the first trial reaches with this share of its tokens
 REFERENCE_TRIES = 3  # candidates that may serve as the reference before the sweep goes on without a target
 
@@ -89,6 +90,7 @@ class SweepDesk:
             return Ask.FINISHED if not self._running else Ask.WAIT
         if (again := self._to_remeasure()) is not None:
             return self._remeasure(again) if again.num_workers <= free_workers else Ask.WAIT
+        self.searcher.closing = self._closing()
         answer: Request | Ask = self._waiting or self.searcher.ask()
         self._waiting = None
         if isinstance(answer, Ask):
@@ -124,7 +126,7 @@ class SweepDesk:
 
     def should_stop(self) -> bool:
         minutes = self.spec.budget.minutes
-        return minutes is not None and self._started is not None and time.time() - self._started > minutes * 60
+        return minutes is not None and self._used()["minutes"] >= minutes
 
     # -- the budget ---------------------------------------------------------------------------------------------
 
@@ -143,25 +145,37 @@ class SweepDesk:
     def _finished(self) -> int:
         return sum(not o.cut_short and o.repeats is None for o in self.journal.outcomes)
 
-    def _spent(self) -> bool:
-        budget, outcomes = self.spec.budget, self.journal.outcomes
-        hours = sum(o.gpu_hours for o in outcomes)
-        failure = outcomes[-1].reason if outcomes else ""
-        budgets = {
-            "trials": budget.trials is not None and self._finished + len(self._running) >= budget.trials,
-            "minutes": self.should_stop(),
-            "gpu_hours": budget.gpu_hours is not None and hours >= budget.gpu_hours,
+    def _used(self) -> dict[str, float]:
+        """Return what was used of each budget, trials that are running included where they are counted."""
+        return {
+            "trials": self._finished + len(self._running),
+            "minutes": (time.time() - self._started) / 60 if self._started is not None else 0.0,
+            "gpu_hours": sum(o.gpu_hours for o in self.journal.outcomes),
         }
+
+    def _spent(self) -> bool:
+        budget, outcomes, used = self.spec.budget, self.journal.outcomes, self._used()
+        failure = outcomes[-1].reason if outcomes else ""
         others = {
             "the base model already meets target_eval_loss; give a lower one": met_by_the_base(outcomes[-1:]),
             f"the last {SAME_FAILURES} trials all failed alike: {failure}": self.failing,
         }
-        spent = [name for name, is_spent in budgets.items() if is_spent]
-        reasons = [f"budget.{name}={getattr(budget, name)} is spent" for name in spent]
+        limits = {name: getattr(budget, name) for name in used}
+        spent = [name for name, limit in limits.items() if limit is not None and used[name] >= limit]
+        reasons = [f"budget.{name}={limits[name]} is spent" for name in spent]
         reasons += [text for text, holds in others.items() if holds]
         if reasons and self.searcher.left:
             self.why, self.spent = reasons[0], f"budget.{spent[0]}" if spent else None
         return bool(reasons)
+
+    def _closing(self) -> bool:
+        """Tell whether what is left of the budget is kept for confirmations: as many trials, a quarter at most."""
+        budget, confirm = self.spec.budget, self.spec.confirm
+        used = self._used()
+        if budget.trials is not None and budget.trials - used["trials"] <= min(confirm, KEPT * budget.trials):
+            return True
+        limits = {"minutes": budget.minutes, "gpu_hours": budget.gpu_hours}
+        return any(limit is not None and used[name] >= (1 - KEPT) * limit for name, limit in limits.items())
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
@@ -342,6 +356,8 @@ def verdict(measured: TrialResult, target: float | None) -> tuple[Any, Any, str]
             return "STOPPED", "nan", f"loss or gradient is not finite after {tokens:,} tokens"
         case "diverged":
             return "STOPPED", "diverged", f"eval loss rose from {measured.evaluations[0].loss:.3f} to {last:.3f}"
+        case "dominated" if not measured.updates:
+            return "STOPPED", "dominated", "others take less memory and are faster, for certain: timed no longer"
         case "dominated":
             return (
                 "STOPPED",

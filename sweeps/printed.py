@@ -60,7 +60,7 @@ def print_report(report: Report, resume_command: str) -> None:
 
 def _print_trials(console: Console, report: Report) -> None:
     """Print all trials side by side, with how far each is from the steps of one process."""
-    if not 1 < len(report.outcomes) <= MOST_ROWS:
+    if len(report.outcomes) > MOST_ROWS:
         return
     axes = varying([c for c in report.candidates if c.legal])
     heads = ["trial", "configuration", "state", *(label for _, label in FIGURES), "parity"]
@@ -220,6 +220,8 @@ def _print_confirmed(console: Console, report: Report) -> None:
     composed = [f"{o.trial_id} with {o.composed_with}" for o in report.outcomes if o.composed_with is not None]
     if composed:
         console.print(f"composed costs, the speed of one trial with the learning of another: {', '.join(composed)}")
+        if report.spec.confirm and not any(o.kind == "confirmation" for o in report.outcomes):
+            console.print("  and no trial ran whole to confirm one")
 
 
 def _print_others(console: Console, report: Report) -> None:

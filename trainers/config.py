@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -44,11 +44,25 @@ def option(
     at_least: float | None = None,
     at_most: float | None = None,
     choices: str | None = None,
+    form: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Declare a config field: default, help text, numeric bounds, or the registry that names its choices."""
+    """Declare a config field: default, help text, numeric bounds, or the registry that names its choices.
+
+    `form` reads the text of a value that has one, and raises ValueError with what is expected.
+    """
     bounds = {"gt": above, "ge": at_least, "le": at_most}
-    metadata = {"help": help, "only_with": only_with, "bounds": bounds, "choices": choices}
+    metadata = {"help": help, "only_with": only_with, "bounds": bounds, "choices": choices, "form": form}
     return field(default=default, metadata=metadata)
+
+
+def pairs(text: str | None) -> tuple[tuple[float, float], ...]:
+    """Read `1:2,3:4`. Raises ValueError where it is not of that form."""
+    try:
+        parts = [part.split(":") for part in text.split(",")] if text else []
+        return tuple((float(one), float(other)) for one, other in parts)
+    except ValueError as error:
+        wanted = "two numbers with a colon between them, comma separated, as in 1000:2.5,2000:2.1"
+        raise ValueError(f"expected {wanted}") from error
 
 
 _LORA = OnlyWith("adapter", ("lora", "qlora"))
@@ -160,13 +174,24 @@ class RunConfig:
         None,
         "end where others have shown it to be worse: tokens:loss, comma separated; from so many tokens on, an eval "
         "loss above this is one that cannot win",
+        form=pairs,
+    )
+    dominated_by: str | None = option(
+        None,
+        "end once measured where others are better for certain: GiB:seconds, comma separated; a job that takes more "
+        "memory and more time for a step than one of these",
+        form=pairs,
     )
 
     @property
-    def rungs(self) -> tuple[tuple[int, float], ...]:
-        """What `give_up` says, as (tokens, loss). Raises ValueError where it is not of that form."""
-        parts = [part.split(":") for part in self.give_up.split(",")] if self.give_up else []
-        return tuple((int(tokens), float(loss)) for tokens, loss in parts)
+    def rivals(self) -> tuple[tuple[float, float], ...]:
+        """What `dominated_by` says, as (GiB, seconds)."""
+        return pairs(self.dominated_by)
+
+    @property
+    def rungs(self) -> tuple[tuple[float, float], ...]:
+        """What `give_up` says, as (tokens, loss)."""
+        return pairs(self.give_up)
 
 
 @dataclass(frozen=True)
@@ -329,6 +354,8 @@ def _convert(hint: Any, raw: Any, where: str, faults: list[str], f: dataclasses.
     wanted = next(a for a in allowed if a is not type(None))
     try:
         value = _scalar(wanted, raw)
+        if f is not None and (form := f.metadata.get("form")) is not None:
+            form(value)
     except ValueError as error:
         faults.append(f"{where}={raw!r}: {error}")
         return None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from trainers import oom
 from trainers.errors import UserError
-from trainers.result import GIB, Accounts
+from trainers.result import GIB, Account, Accounts
 
 FaultKind = Literal["device_oom", "host_oom", "library_oom", "killed_unproved", "illegal_config", "crash", "timeout"]
 
@@ -118,15 +118,16 @@ def _own_kind(error: BaseException) -> FaultKind:
     return "crash"
 
 
-# What a phase adds to memory first of all. After the first step of the optimizer nothing stays that was not there.
-_GROWING: Mapping[str, str] = {
-    "load": "weights",
-    "forward": "activations",
-    "backward": "activations",
-    "first_optimizer_step": "optimizer_state",
-    "optimizer": "temporary",
-    "eval": "temporary",
-    "save": "temporary",
+# What a phase adds to memory: the first where nothing tells, else the one that held most. After the first step of the
+# optimizer nothing stays that was not there.
+_GROWING: Mapping[str, tuple[Account, ...]] = {
+    "load": ("weights",),
+    "forward": ("activations", "temporary"),
+    "backward": ("activations", "temporary", "gradients"),
+    "first_optimizer_step": ("optimizer_state", "temporary"),
+    "optimizer": ("temporary",),
+    "eval": ("temporary",),
+    "save": ("temporary",),
 }
 
 
@@ -163,7 +164,7 @@ def fault_of(error: BaseException, phase: str, rank: int, running: Running, trac
         message = f"memory_limit_gib={limit / GIB:.4g} is reached: {asked} were asked for{beside}"
     # A request of their exact size, in half precision, float32 or float64, tells them better than a traceback can.
     of_logits = "in loss_sum" in trace or (requested or 0) in {running.logits * size for size in (2, 4, 8)} - {0}
-    account = "temporary (logits and loss)" if of_logits else _GROWING.get(phase, "")
+    account = "temporary (logits and loss)" if of_logits else _growing(phase, use.held)
     in_batch = phase in ("forward", "backward")
     return Fault(
         kind,
@@ -179,6 +180,11 @@ def fault_of(error: BaseException, phase: str, rank: int, running: Running, trac
         running.row if in_batch else "",
         memory.hint if memory is not None else "",
     )
+
+
+def _growing(phase: str, held: Accounts | None) -> str:
+    accounts = _GROWING.get(phase, ())
+    return max(accounts, key=lambda name: getattr(held, name) if held is not None else 0, default="")
 
 
 def size(count: int) -> str:

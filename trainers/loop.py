@@ -101,20 +101,22 @@ def train(
             rehearse(engine, feed, updates, accumulation, meter)
         if config.run.measure_seconds and found is None:
             speed = Probe(engine, feed, config, setting, meter, world).run(traces.time)
+    dominated = speed is not None and speed.dominated  # then there is nothing to train for
     world.synchronize()
     if found is not None:
         history = checkpoint.resume(found, engine, identity, world)
         if world.rank == 0:
             hooks.progress({"phase": "resume", "from": str(found), "update": len(history.updates)})
-    else:
+    elif not dominated:
         if world.rank == 0:
             hooks.progress({"phase": "evaluate", "updates": len(updates)})
         history.evaluations.append(evaluate(engine, feed, history, world, meter))
     resumed_at = len(history.updates)
-    prover.together(engine, feed, updates)
+    if not dominated:
+        prover.together(engine, feed, updates)
 
     # 5. Update after update; evaluate and save in between; stop for a reason.
-    stop: StopReason = verdict(history, config) or "budget"
+    stop: StopReason = "dominated" if dominated else verdict(history, config) or "budget"
     clock = Stopwatch(world)
     end = min(len(updates), config.run.max_updates or len(updates))
     while stop == "budget" and (done := len(history.updates)) < end:
@@ -154,7 +156,7 @@ def train(
 
     # 6. One save at the end, kept only where an output folder was asked for, and then beside it what others load; a
     #    finished run that is started again has nothing new to save.
-    if stop != "nan" and (found is None or len(history.updates) > resumed_at):
+    if stop != "nan" and not dominated and (found is None or len(history.updates) > resumed_at):
         history.saves.append(final_save(folder, engine, history, identity, world, meter))
     if stop != "nan" and folder is not None and history.updates:
         publish(folder.parent, engine, config, layout, again=len(history.updates) > resumed_at)

@@ -226,6 +226,7 @@ class Speed:
     disturbances: tuple[str, ...]
     timed_s: float  # what measuring took: warm-up and rounds, then the profiled ones
     profiled_s: float
+    dominated: bool = False  # others are better for certain: it was timed no longer, and not profiled
 
     @property
     def window_seconds(self) -> list[float]:

@@ -18,7 +18,7 @@ from trainers.feed import Feed
 from trainers.memory import MemoryMeter
 from trainers.noise import Machine, disturbances
 from trainers.ranks import World
-from trainers.result import Speed
+from trainers.result import GIB, Speed
 from trainers.strategies import Setting
 from trainers.timing import Stopwatch
 from trainers.token_loss import keeps_heads
@@ -54,11 +54,13 @@ class Probe:
         started = time.perf_counter()
         self._round(windows)  # warm-up: shapes that were not met before
         before = Machine.now()
-        rounds = self._rounds(windows)
+        beaten_at = self._beaten_at()
+        rounds = self._rounds(windows, beaten_at)
         disturbed = self.world.gather(disturbances(before, Machine.now(), self.world.device))
         timed_s = time.perf_counter() - started
+        dominated = surely_longer(rounds, beaten_at)
         # One window stands for the data, too; reading a profile takes longer than the steps in it.
-        parts, wall, busy = self._profiled(windows[:1], keep)
+        parts, wall, busy = self._profiled(windows[:1], keep) if not dominated else ({}, 0.0, ())
         profiled_s = time.perf_counter() - started - timed_s
         timed_s, profiled_s = self.world.max([timed_s, profiled_s])
         counts = [self.feed.count(w) for w in windows]
@@ -80,9 +82,15 @@ class Probe:
             disturbances=tuple(dict.fromkeys(text for texts in disturbed for text in texts)),
             timed_s=timed_s,
             profiled_s=profiled_s,
+            dominated=dominated,
         )
 
-    def _rounds(self, windows: Sequence[Window]) -> list[tuple[float, ...]]:
+    def _beaten_at(self) -> float:
+        """Return the seconds of a step above which another is better for certain, by the memory that this job takes."""
+        peak = max((phase.reserved for phase in self.meter.peaks(self.world).values()), default=0) / GIB
+        return min((seconds for gib, seconds in self.config.run.rivals if gib <= peak), default=math.inf)
+
+    def _rounds(self, windows: Sequence[Window], beaten_at: float) -> list[tuple[float, ...]]:
         """Return the seconds of each window, on the slowest rank, round after round."""
         run, rounds = self.config.run, list[tuple[float, ...]]()
         spent = 0.0
@@ -90,7 +98,8 @@ class Probe:
             rounds.append(tuple(self.world.max(self._round(windows))))  # the same on all ranks, and so is what follows
             spent += sum(rounds[-1])
             known = len(rounds) >= LEAST_ROUNDS and half_width(quiet([sum(r) for r in rounds])) <= run.precision
-            if known or (len(rounds) >= LEAST_IN_TIME and spent >= run.measure_seconds):
+            enough = spent >= run.measure_seconds or surely_longer(rounds, beaten_at)
+            if known or (len(rounds) >= LEAST_IN_TIME and enough):
                 break
         return rounds
 
@@ -148,6 +157,15 @@ class Probe:
         """Return what the devices reach at most, all together."""
         by_rank = self.world.gather(hardware.peak_flops(self.world.device, self.setting.compute_dtype))
         return None if None in by_rank else math.fsum(p for p in by_rank if p is not None)
+
+
+def surely_longer(rounds: Sequence[Sequence[float]], seconds: float) -> bool:
+    """Tell whether a step takes longer than that, by all of the 95 % confidence interval of its mean over the rounds.
+
+    `rounds`: seconds of each window, round after round.
+    """
+    steps = quiet([statistics.fmean(r) for r in rounds])
+    return statistics.fmean(steps) * (1 - half_width(steps)) > seconds
 
 
 def half_width(values: Sequence[float]) -> float:

@@ -85,9 +85,10 @@ def _speed_figures(speed: Speed, num_workers: int) -> dict[str, float]:
         "target_tokens_per_second": speed.targets / total,
         "tokens_per_second_per_device": speed.tokens / total / num_workers,
         "padding_share": Counts(speed.slots, speed.tokens).padding,
-        "straggler_spread": (max(speed.busy_s) - min(speed.busy_s)) / max(speed.busy_s),
-        "profiled_step_time_s": speed.profiled_step_s,
     }
+    if not speed.dominated:
+        figures["straggler_spread"] = (max(speed.busy_s) - min(speed.busy_s)) / max(speed.busy_s)
+        figures["profiled_step_time_s"] = speed.profiled_step_s
     if speed.peak_flops and speed.model_flops:
         figures["mfu"] = speed.model_flops / total / speed.peak_flops
         figures["hfu"] = speed.hardware_flops / total / speed.peak_flops
@@ -98,7 +99,7 @@ def doubts(result: TrialResult, precision: float) -> list[str]:
     """Return what speaks against a job's figures, a phrase each. `precision`: what was asked of the step time."""
     found = []
     speed = result.speed
-    if speed is not None and speed.precision > precision:
+    if speed is not None and speed.precision > precision and not speed.dominated:
         known = f"± {speed.precision:.0%}" if math.isfinite(speed.precision) else "not at all"
         found.append(f"its step time is known to {known}, {precision:.0%} was asked for (measure_seconds=… for longer)")
     if speed is not None and speed.noisy_rounds:

@@ -177,7 +177,7 @@ class Systems:
         found = []
         for outcome in outcomes:
             step = outcome.metrics.get("step_time_s")
-            if outcome.kind == "probe" and outcome.repeats is None and step:
+            if outcome.kind == "probe" and outcome.repeats is None and outcome.status == "COMPLETED" and step:
                 timed = min(2 * TIMED_STEPS * step, max(self._knowledge.measure_seconds, TIMED_STEPS * step))
                 busy = PROBE_STEPS * step + timed + 2 * outcome.metrics.get("eval_time_s", 0.0)
                 found.append(max(0.0, outcome.wall_s - busy))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +14,15 @@ from sweeps.compose import arm_key, effective, key_of, learning_of, load_of
 from sweeps.guide.arms import Arm
 from sweeps.guide.beliefs import GUESS, Learning, State
 from sweeps.guide.boxes import Region
-from sweeps.objectives import Objective
+from sweeps.objectives import Estimate, Objective
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import default_reference, hypervolume
-from sweeps.search import GiveUp, Kind, Knowledge, Request
+from sweeps.search import GiveUp, Kind, Knowledge, Request, Rivals
 
 Array = NDArray[np.float64]
 DRAWS = 32  # of what is uncertain, for an expectation
 UNLIKELY = 0.02  # to fit: predicted to run out of memory, and not tried
+EXACT = 1e-9  # relative: what rounding may change
 LIKELY = 0.9  # to fit: enough for a run as a whole on an arm that was not measured
 BEHIND = 1.02  # times the fewest tokens to the target that are known: with more a learning configuration is not better
 RUNGS, LEAST_PEERS = (0.25, 0.5), 3  # of these tokens; and runs that must have come so far to tell the better half
@@ -176,6 +177,33 @@ class Worth:
             if len(losses) >= LEAST_PEERS:
                 rungs.append((tokens, float(np.median(losses))))
         return tuple(sorted(rungs))
+
+    def rivals(self, candidate: Candidate) -> Rivals:
+        """Return when a probe of this candidate cannot win any more: with more memory and longer steps than an arm has.
+
+        Of the same load, so that both would need as many tokens. How long the probe's own evaluations would take is not
+        known: with none at all it must still be worse.
+        """
+        load, workers = key_of(load_of(candidate.flat)), float(candidate.num_workers)
+        measured = [k for k in np.flatnonzero(self.state.measured).tolist() if k not in self.state.out]
+        of_load = [self._estimate_of(k) for k in measured if self._arms[k].load == load]
+        found = sorted(rival for known in of_load if (rival := self._rival(known, workers)) is not None)
+        return tuple(p for n, p in enumerate(found) if all(p[1] < other[1] for other in found[:n]))
+
+    def _rival(self, known: Estimate, workers: float) -> tuple[float, float] | None:
+        """Return the memory and step time from which on a known arm is not worse in any objective; None: never."""
+        training = known.time_to_target_s - known.evaluating_s
+        slower = max(1.0, known.workers / workers) * (1 + known.evaluating_s / training) * (1 + EXACT)
+        worse = replace(known, step_time_s=known.step_time_s * slower, workers=workers, evaluating_s=0.0)
+        for o in self._objectives:
+            if not o.learned and (o.of is None or o.sign * o.of(worse) < o.sign * o.of(known)):
+                return None
+        return float(known.memory_gib), float(worse.step_time_s)
+
+    def _estimate_of(self, arm: int) -> Estimate:
+        every = self.state.estimate(self.state.step, self.state.memory, self._tokens, self._knowledge)
+        figures = {name: np.broadcast_to(value, len(self._arms))[arm] for name, value in vars(every).items()}
+        return replace(every, **figures)
 
     def to_confirm(self) -> Candidate | None:
         """Return a candidate of the composed frontier that should be run whole; None where enough were.

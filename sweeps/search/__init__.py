@@ -28,6 +28,7 @@ class Ask(enum.Enum):
 
 Kind = Literal["quality", "probe", "confirmation"]
 GiveUp = tuple[tuple[int, float], ...]
+Rivals = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Request:
     """what it is expected to show"""
     give_up: GiveUp = ()
     """(tokens, loss): from so many tokens on, a trial whose eval loss is above this cannot win any more"""
+    rivals: Rivals = ()
+    """(GiB, seconds of a step): a probe that takes more of both is dominated"""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Searcher(ABC):
         """why it is finished, where candidates are left"""
         self.limit: str | None = None
         """the key that says so, which may be changed to go on"""
+        self.closing = False
+        """whether what is left of the budget is for confirmations, if there is something to confirm"""
         self.prepare()
 
     def prepare(self) -> None:

@@ -78,12 +78,17 @@ class Guided(Searcher):
             self._outcomes, [self._arm_of[r.candidate.id] for r in self._pending if r.kind == "probe"]
         )
 
+    def _worth(self) -> Worth:
+        seed = (self.seed, len(self._outcomes), len(self._pending))
+        known = (self.arms, self._learning, self._outcomes, self._pending)
+        return Worth(self._state(), *known, self.objectives, self.knowledge, seed)
+
     def _next(self) -> Request | Ask:
         if (baseline := self.first()) is not None:
             return Request(baseline, "quality", "the baseline")
-        seed = (self.seed, len(self._outcomes), len(self._pending))
-        known = (self.arms, self._learning, self._outcomes, self._pending)
-        worth = Worth(self._state(), *known, self.objectives, self.knowledge, seed)
+        worth = self._worth()
+        if self.closing and (composed := worth.to_confirm()) is not None:
+            return _confirmation(composed)
         options = [*worth.probes(), *worth.qualities()]
         least = self.knowledge.least_gain
         best = max((o for o in options if o.gain >= least), key=lambda o: o.gain / o.seconds, default=None)
@@ -93,16 +98,21 @@ class Guided(Searcher):
             return Ask.WAIT  # what is on its way may change what is to be expected
         confirmed = worth.to_confirm()
         if confirmed is not None:
-            return Request(confirmed, "confirmation", "the cost, which was composed, of a run as a whole")
+            return _confirmation(confirmed)
         self.why, self.limit = _why(options, least, bool(self.untried)), "least_gain" if options else None
         return Ask.FINISHED
+
+
+def _confirmation(candidate: Candidate) -> Request:
+    return Request(candidate, "confirmation", "the cost, which was composed, of a run as a whole")
 
 
 def _request(option: Option, worth: Worth) -> Request:
     what = "speed and memory" if option.kind == "probe" else "what it learns"
     why = f"{what}: {option.gain:+.1%} of hypervolume expected for {option.seconds:.0f} GPU-s"
-    give_up = worth.give_up(option.candidate) if option.kind == "quality" else ()
-    return Request(option.candidate, option.kind, why, give_up)
+    if option.kind == "probe":
+        return Request(option.candidate, option.kind, why, rivals=worth.rivals(option.candidate))
+    return Request(option.candidate, option.kind, why, worth.give_up(option.candidate))
 
 
 def _why(options: Sequence[Option], least: float, untried: bool) -> str:

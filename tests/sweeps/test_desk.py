@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from sweeps import cost, space
 from sweeps.candidates import Candidate, Cluster, Context
 from sweeps.desk import SweepDesk
@@ -110,3 +112,26 @@ def test_drift_is_told_where_it_is_more_than_both_intervals() -> None:
     assert drifts([first, timed("001", "c0", 97.0, repeats="000")]) == []
     (told,) = drifts([first, timed("001", "c0", 90.0, repeats="000")])
     assert told.startswith("trial 000 was timed again as trial 001, and was 10% slower")
+
+
+@pytest.mark.parametrize(
+    ("trials", "confirm", "ran", "closing"),
+    [(24, 3, 20, False), (24, 3, 21, True), (24, 0, 23, False), (4, 3, 2, False), (4, 3, 3, True)],
+)
+def test_the_last_trials_of_a_budget_are_kept_for_confirmations(
+    tmp_path: Path, trials: int, confirm: int, ran: int, closing: bool
+) -> None:
+    """Three of 24; of four one, a quarter."""
+    outcomes = [timed(f"{n:03d}", "c0", 100.0) for n in range(ran)]
+    desk = desk_after(outcomes, tmp_path, {"budget.trials": trials, "confirm": confirm, "remeasure_every": 0})
+    desk.next(4)
+    assert desk.searcher.closing is closing
+
+
+def test_the_last_quarter_of_gpu_hours_is_kept_for_confirmations(tmp_path: Path) -> None:
+    """Each took a second: 3 of 4 s."""
+    outcomes = [timed(f"{n:03d}", "c0", 100.0) for n in range(3)]
+    for hours, closing in ((4.1 / 3600, False), (3.9 / 3600, True)):
+        desk = desk_after(outcomes, tmp_path, {"budget.gpu_hours": hours, "remeasure_every": 0})
+        desk.next(4)
+        assert desk.searcher.closing is closing

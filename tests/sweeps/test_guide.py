@@ -19,6 +19,7 @@ from sweeps.guide.arms import arms_of, needs_as_much
 from sweeps.guide.beliefs import Systems
 from sweeps.guide.boxes import Region
 from sweeps.guide.surrogate import Beliefs, Surrogate
+from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
 from sweeps.search import SEARCHERS, Knowledge, Prior, Request
 from tests.sweeps.factories import make_candidates, make_outcome
@@ -228,6 +229,21 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(table: replay.Ta
         assert (resumed.candidate.id, resumed.kind) == (whole[killed][0].candidate.id, whole[killed][0].kind)
 
 
+def test_what_is_kept_of_a_budget_confirms_the_composed_frontier(table: replay.Table) -> None:
+    """As soon as there is something to confirm; once as much as was asked for, the search goes on."""
+    searcher = SEARCHERS["guided"](table.candidates, table.objectives, 0, table.knowledge())
+    rng, kinds = random.Random(0), []
+    for n in range(16):
+        request = searcher.ask()
+        assert isinstance(request, Request)
+        kinds.append(request.kind)
+        searcher.tell(table.run(request, n, rng, 0.0))
+        searcher.closing = n >= 8
+    assert "confirmation" not in kinds[:9]
+    assert kinds[9:12] == ["confirmation"] * 3
+    assert "confirmation" not in kinds[12:]
+
+
 def test_no_more_is_spent_than_what_can_change_the_answer() -> None:
     """99 % of the exhaustive hypervolume for a twentieth of the grid's GPU-seconds at most, confirmations included."""
     table = tables.cluster_table(1)
@@ -235,6 +251,34 @@ def test_no_more_is_spent_than_what_can_change_the_answer() -> None:
     assert run.until(0.99) < 0.05 * whole_grid(table)
     assert run.until(0.99) < factored_grid(table)
     assert run.best_cost < 1 + 3 * replay.NOISE
+
+
+def of_workers(workers: int, step: float, gib: float, objectives: list[str]) -> Any:
+    """Return what a probe of 2 workers is told after one of `workers` was measured, evaluating for a tenth."""
+    tree = {"learning": {"global_batch_size": 4}, "system": {"num_workers": ["1", "2", "4"]}}
+    candidates = make_candidates(tree)
+    priors = {c.id: Prior(1.0, 1.0, 100.0, 50.0) for c in candidates}
+    known = next(c for c in candidates if c.num_workers == workers)
+    # 500 tokens to the target, 5 updates of 100; 2 evaluations (one before), each a quarter of an update: 0.5 of 5.
+    knowledge = Knowledge(priors, tokens_per_trial=1000, eval_every_tokens=500)
+    searcher = SEARCHERS["guided"](candidates, [OBJECTIVES[name] for name in objectives], 0, knowledge)
+    figures = {"tokens_per_second": 100 / step, "target_tokens_per_second": 50 / step, "eval_time_s": step / 4}
+    searcher.tell(of(known, "000", "probe", step_time_s=step, peak_memory_gib=gib, **figures))
+    worth = searcher._worth()  # type: ignore[attr-defined]
+    return worth.rivals(next(c for c in candidates if c.num_workers == 2))
+
+
+def test_a_probe_is_dominated_by_more_memory_and_longer_steps() -> None:
+    """One worker at 3 s: two at 3 s are no faster, and dearer even if they need not evaluate, at 3.3 s they cannot win.
+
+    Four at 3 s cost as much as two at 6 s.
+    """
+    names = ["peak_memory_gib", "cost_per_quality_usd", "target_tokens_per_second"]
+    assert of_workers(1, 3.0, 1.5, names) == (pytest.approx((1.5, 3.3)),)
+    assert of_workers(4, 3.0, 1.5, names) == (pytest.approx((1.5, 6.6)),)
+    assert of_workers(4, 3.0, 1.5, [*names, "tokens_per_second_per_device"]) == (pytest.approx((1.5, 6.6)),)
+    assert of_workers(1, 3.0, 1.5, [*names, "eval_loss"]) == (pytest.approx((1.5, 3.3)),)
+    assert of_workers(1, 3.0, 1.5, [*names, "host_peak_memory_gib"]) == ()
 
 
 def test_a_run_that_cannot_win_is_ended(table: replay.Table) -> None:

@@ -197,3 +197,10 @@ def test_a_misplaced_key_is_shown_its_place_and_all_faults_are_told_at_once() ->
         "system.strategy: unknown strategy 'fdsp' (did you mean fsdp2?)",
         "unknown key system.micro_batch_siz (did you mean system.micro_batch_size?)",
     ]
+
+
+@pytest.mark.parametrize("given", ["abc", "1", "1:2:3", "1:2,", "1:x"])
+def test_pairs_of_numbers_are_read_or_refused(given: str) -> None:
+    form = "expected two numbers with a colon between them, comma separated, as in 1000:2.5,2000:2.1"
+    assert faults(f"run: {{give_up: '{given}', dominated_by: '1.5:2,3:0.5'}}") == (f"run.give_up='{given}': {form}",)
+    assert read("run: {dominated_by: '1.5:2,3:0.5'}").run.rivals == ((1.5, 2.0), (3.0, 0.5))

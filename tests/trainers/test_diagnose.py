@@ -160,6 +160,16 @@ def test_a_crash_says_nothing_of_memory() -> None:
     assert (fault.requested, fault.account, fault.row, fault.lines) == (None, "", "", [])
 
 
+@pytest.mark.parametrize(
+    ("phase", "temporary", "account"),
+    [("backward", 2, "activations"), ("backward", 4, "temporary"), ("load", 4, "weights"), ("eval", 0, "temporary")],
+)
+def test_what_was_growing_is_what_held_most_of_what_a_phase_adds(phase: str, temporary: int, account: str) -> None:
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
+    held = Accounts(weights=9, activations=3, temporary=temporary)
+    assert fault_of(error, phase, 0, Running(), TRACE, Use(held, 2**29)).account == account
+
+
 def test_what_was_in_use_and_the_limit_that_was_reached() -> None:
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
     held = Accounts(weights=3 * 2**20, activations=2**20)

@@ -21,7 +21,7 @@ from trainers.noise import Machine, disturbances
 from trainers.prepare import TrialData
 from trainers.ranks import World
 from trainers.result import Accounts, PhaseMemory, RankMemory, Speed, TrialResult
-from trainers.speed import half_width, noisy, quiet
+from trainers.speed import half_width, noisy, quiet, surely_longer
 from trainers.split import PARTS
 from trainers.timing import Stopwatch, doubts, impossible, summarize
 
@@ -47,6 +47,31 @@ SPEED = Speed(
 @pytest.fixture(scope="module")
 def tokens() -> TrialData:
     return data(12, 5)
+
+
+def test_a_job_that_is_dominated_for_certain_is_measured_no_longer(tokens: TrialData) -> None:
+    """Any step takes longer than 1 µs and any job more than 1 B: it ends with its memory and time, untrained."""
+    found = train_here(config(run={"measure_seconds": 60.0, "dominated_by": "100:1e-6,1e-9:1e-6"}), tokens)
+    assert found.stop_reason == "dominated"
+    assert found.speed is not None
+    assert (len(found.speed.rounds), found.updates, found.evaluations, found.saves) == (3, (), (), ())
+    figures = summarize(found)
+    assert figures["step_time_s"] > 0
+    assert figures["peak_memory_gib"] > 0
+    assert TrialResult.from_json(found.to_json()).speed == found.speed
+    # Nobody takes less memory: it is measured whole.
+    whole = train_here(config(run={"measure_seconds": 0.01, "dominated_by": "1e-9:1e6,100:1e-6"}), tokens)
+    assert whole.stop_reason == "budget"
+    assert whole.speed is not None
+    assert whole.speed.parts.keys() == set(PARTS)
+
+
+def test_longer_for_certain_is_longer_by_all_of_the_interval() -> None:
+    """Means 9, 10, 11 s: 10 ± 4.303 · 1/√3 = 7.52 to 12.48."""
+    rounds = [(8.0, 10.0), (9.0, 11.0), (10.0, 12.0)]
+    assert surely_longer(rounds, 7.51)
+    assert not surely_longer(rounds, 7.52)
+    assert not surely_longer(rounds[:1], 0.1)
 
 
 def test_figures_by_hand() -> None:
