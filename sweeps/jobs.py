@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sweeps.lane import Lane, switch_actor
+from sweeps.lane import IDLE_S, Lane, switch_actor
 from sweeps.trial import Ending
 from trainers.diagnose import Fault, WorkerFault, root_cause
 from trainers.memory import host_usage, oom_kills
@@ -20,7 +20,7 @@ def run_trial(assignment: Mapping[str, Any]) -> None:
     """A Tune trial: launch one Ray Train job and report its ending as a value, whatever it was."""
     from ray import tune
 
-    run = run_on_lane if assignment["settings"]["lane"] is not None else run_job
+    run = run_on_lane if assignment["settings"]["lanes"] != "none" else run_job
     ending = run(assignment["job"], assignment["settings"])
     tune.report({"ending": json.dumps(ending.to_json())})
 
@@ -37,19 +37,27 @@ _lane: Lane | None = None  # of this process, which Tune uses for one trial afte
 
 
 def run_on_lane(job: Mapping[str, Any], settings: Mapping[str, Any]) -> Ending:
-    """Run one trial in the Ray Train job that ran the one before, or in a new one where that has ended."""
+    """Run one trial in the Ray Train job that ran the one before, or in a new one, if that ended or does not suit."""
     global _lane
-    if _lane is None or not _lane.open:
-        _lane = _new_lane(settings)
+    alone = settings["lanes"] == "one"
+    wanted = settings["widest"] if alone else job["num_workers"]
+    if _lane is None or not _lane.take():
+        _lane = _new_lane(wanted, settings)
+    elif _lane.workers != wanted:
+        _lane.close()
+        _lane = _new_lane(wanted, settings)
     lane = _lane
     ending = _ending(lambda: lane.run(_of_trial(job, settings)), settings)
     if ending.fault is not None:
         lane.close()
         _lane = None
+    else:
+        lane.leave()
     return ending
 
 
-def _new_lane(settings: Mapping[str, Any]) -> Lane:
+def _new_lane(workers: int, settings: Mapping[str, Any]) -> Lane:
+    """Return a lane that is taken."""
     from trainers.worker import lane_worker
 
     name = f"{settings['board']}-{time.time_ns()}"
@@ -58,9 +66,11 @@ def _new_lane(settings: Mapping[str, Any]) -> Lane:
     def fit(name: str) -> None:
         shared = {key: settings[key] for key in ("board", "timeout_s", "threads", "env")}
         lane = {**shared, "switch": name, "namespace": NAMESPACE}
-        _trainer(lane_worker, lane, settings["lane"], settings).fit()
+        _trainer(lane_worker, lane, workers, settings).fit()
 
-    return Lane(switch, name, fit)
+    lane = Lane(switch, name, workers, fit, None if settings["lanes"] == "one" else IDLE_S)
+    lane.take()
+    return lane
 
 
 def _of_trial(job: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

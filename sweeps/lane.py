@@ -1,7 +1,8 @@
 """A lane: a Ray Train job that takes one trial after another, so that processes start and import once.
 
 Each trial has a process group of its own among the first ranks of the lane. What fails ends the lane, and the next
-trial gets new processes: after a failure, or out of memory, nothing in them is to be relied on.
+trial gets new processes: after a failure, or out of memory, nothing in them is to be relied on. Where trials run side
+by side, a lane that nobody uses ends by itself: others may wait for its workers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 POLL_S = 0.05
 CLOSING_S = 20.0
+IDLE_S = 2.0  # that a lane waits for its next trial where others may need its workers; Tune hands trials out in less
 
 
 def switch_actor() -> Any:
@@ -76,10 +78,12 @@ def switch_actor() -> Any:
 class Lane:
     """The job's driver: `fit` runs it in a thread, and returns or raises when it ends."""
 
-    def __init__(self, switch: Any, name: str, fit: Callable[[str], Any]) -> None:
-        """`switch`: a handle of its own actor, by `name`."""
-        self._switch = switch
+    def __init__(self, switch: Any, name: str, workers: int, fit: Callable[[str], Any], idle_s: float | None) -> None:
+        """`switch`: a handle of its own actor, by `name`; `idle_s`: seconds without a trial that end it, None: none."""
+        self.workers, self._switch, self._idle_s = workers, switch, idle_s
         self._failure: Exception | None = None
+        self._turn = threading.Lock()  # held by a trial, and by what ends the lane
+        self._ending: threading.Timer | None = None
         self._thread = threading.Thread(target=self._fit, args=(fit, name), daemon=True)
         self._thread.start()
 
@@ -89,9 +93,28 @@ class Lane:
         except Exception as error:  # Ray raises many types; run() hands it on
             self._failure = error
 
-    @property
-    def open(self) -> bool:
-        return self._thread.is_alive()
+    def take(self) -> bool:
+        """Take the lane for a trial, until `leave`; False where it has ended."""
+        if not self._turn.acquire(blocking=False):
+            return False  # it is ending
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._thread.is_alive():
+            return True
+        self._turn.release()
+        return False
+
+    def leave(self) -> None:
+        """Give it back."""
+        if self._idle_s is not None:
+            self._ending = threading.Timer(self._idle_s, self._end_idle)
+            self._ending.daemon = True
+            self._ending.start()
+        self._turn.release()
+
+    def _end_idle(self) -> None:
+        if self._turn.acquire(blocking=False):  # kept for good: nobody takes it again
+            self.close()
 
     def run(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run a trial; return its result. Raises what the job ended with where it fails."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sweeps.candidates import Cluster
 from sweeps.jobs import NAMESPACE, run_trial
@@ -30,6 +30,8 @@ from trainers.errors import UserError
 from trainers.prepare import TrialData
 from trainers.result import GIB
 
+Lanes = Literal["none", "one", "each"]
+"""jobs in which trials take turns: none, one that is as wide as the widest trial, or one for each running"""
 ROOT = Path(__file__).resolve().parent.parent
 
 # Read by Ray when it is imported or started. Not for looks: by default a report takes 2 s to be seen, a trial's end
@@ -117,8 +119,8 @@ class RayLauncher(Launcher):
         cluster = self.cluster()
         slots = cluster.workers
         limit = self._spec.ray.max_concurrent_trials or (slots if cluster.device == "cuda" else 1)
-        lane = desk.widest if limit == 1 else None  # trials side by side need processes of their own
-        settings = {**self._settings(cluster, stored, board, storage), "lane": lane}
+        lanes: Lanes = "none" if not self._spec.ray.reuse_processes else "one" if limit == 1 else "each"
+        settings = {**self._settings(cluster, stored, board, storage), "lanes": lanes, "widest": desk.widest}
         search = _tune_searcher()(desk, slots, settings)
         tune.Tuner(
             tune.with_resources(run_trial, {"node:__internal_head__": 0.001}),

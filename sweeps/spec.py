@@ -148,6 +148,8 @@ class Ray(Frozen):
     """Ray's placement strategy for the workers of a trial"""
     max_concurrent_trials: int | None = Field(default=None, ge=1)
     """trials side by side; null: as many as fit on GPUs, one at a time on CPUs, where they would disturb each other"""
+    reuse_processes: bool = True
+    """trials take turns in processes that have started once; after a failure, or false: each trial starts its own"""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """seconds a trial may wait for its workers before it fails"""
 

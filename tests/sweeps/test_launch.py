@@ -40,7 +40,10 @@ def spec_for(folder: Path, **overrides: object) -> SweepSpec:
 
 @pytest.mark.slow
 def test_mixed_worlds_side_by_side_on_two_nodes(cluster: str, store: str, tmp_path: Path) -> None:
-    """Worlds of 1, 2 and 4 share 4 slots on two nodes: all finish, and learn from the same samples."""
+    """Worlds of 1, 2 and 4 share 4 slots on two nodes: all finish, and learn from the same samples.
+
+    Each width has processes of its own, which a trial of another width waits for: they end when nobody uses them.
+    """
     spec = spec_for(
         tmp_path,
         system__num_workers=["4", "1", "2"],
@@ -196,9 +199,9 @@ def test_a_trial_in_a_lane_is_what_it_is_in_a_job_of_its_own(cluster: str, store
         "learning__learning_rate": "3e-3", "budget__trials": None,
     }  # fmt: skip
     found = []
-    for at_once, workers in ((1, ["1", "2"]), (2, ["2"])):  # where two could run side by side, each has its processes
-        more = {**space_of, "system__num_workers": workers, "ray__max_concurrent_trials": at_once}
-        outcomes = run_sweep(spec_for(tmp_path / str(at_once), **more), SilentScreen()).outcomes
+    for reuse, workers in ((True, ["1", "2"]), (False, ["2"])):
+        more = {**space_of, "system__num_workers": workers, "ray__reuse_processes": reuse}
+        outcomes = run_sweep(spec_for(tmp_path / str(reuse), **more), SilentScreen()).outcomes
         assert [o.status for o in outcomes] == ["COMPLETED"] * 2 * len(workers)
         found.append({o.candidate_id: o.measured for o in outcomes})
     lane, alone = found
