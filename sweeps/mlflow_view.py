@@ -1,28 +1,23 @@
-"""A sweep as MLflow shows it: names, params, metrics, histories, texts and the saved view, made from outcomes.
+"""A sweep as MLflow shows it: names, params, metrics, histories and texts, made from outcomes.
 
 Pure functions of what the journal holds, so sending them twice sends the same. `sweeps.record` does the sending.
 """
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import io
-import itertools
 import json
 import math
 import posixpath
 import re
-import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sweeps.objectives import OBJECTIVES
 from sweeps.outcome import TrialOutcome
-from sweeps.pareto import Frontier
 from sweeps.spec import SweepSpec
 from trainers import yaml_text
 from trainers.result import Evaluation, Save, Update
@@ -31,7 +26,6 @@ RANK = "frontier/rank"
 FRONTIER_COLOR, OTHER_COLOR = "#e7298a", "#b0b0b0"
 NAME_LENGTH = 14  # MLflow's list of runs cuts longer names
 PARAM_LENGTH, TAG_LENGTH, KEY_LENGTH = 6000, 5000, 250  # what the oldest supported server stores
-NOTE_LENGTH, NOTE_ROWS, NOTE_FAILURES = 8000, 15, 8
 TRAIN_CURVES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/step_time_s")
 WITHOUT_OBJECTIVES = ("OOM", "FAILED", "INFEASIBLE")
 
@@ -272,140 +266,3 @@ def trials_csv(outcomes: Sequence[TrialOutcome], ranks: Mapping[str, int]) -> st
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
-
-
-def note(
-    spec: SweepSpec,
-    outcomes: Sequence[TrialOutcome],
-    frontier: Frontier,
-    links: Mapping[str, str],
-    *,
-    headline: str,
-    view: str,
-    commands: Sequence[str],
-) -> str:
-    """Return the parent run's description, in markdown; `links`: trial id to where its run is shown.
-
-    MLflow folds it after three lines, so the headline and the link to the comparison come first.
-    """
-    head = [cut(headline, 500), "", f"[Compare the trials]({view})", ""]
-    shown = varying(spec)[:6]
-    columns = ["rank", "trial", *shown, *(o.label for o in frontier.objectives), "best at"]
-    head += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)] if frontier.points else []
-    table = list(_note_rows(outcomes, frontier, links, shown))
-    hidden = len(frontier.points) - NOTE_ROWS
-    rest = ["", f"… and {hidden} more: frontier.json"] if hidden > 0 else []
-    failed = [o for o in outcomes if o.status != "COMPLETED"]
-    failures = [f"- {_link(o.trial_id, links)} {o.status}: {cut(_cell(o.reason), 160)}" for o in failed]
-    rest += ["", f"{len(failed)} of {len(outcomes)} trials did not complete:", ""] if failed else []
-    hidden = len(failures) - NOTE_FAILURES
-    last = [f"- … and {hidden} more: filter `tags.trial.status`"] if hidden > 0 else []
-    tail = ["", "```", *commands, "```"] if commands else []
-    return _fit(head, table[:NOTE_ROWS], rest, failures[:NOTE_FAILURES], [*last, *tail])
-
-
-def _note_rows(
-    outcomes: Sequence[TrialOutcome], frontier: Frontier, links: Mapping[str, str], shown: Sequence[str]
-) -> Iterator[str]:
-    configs = {o.trial_id: params(o) for o in outcomes if o.status == "COMPLETED"}
-    best = frontier.best()
-    for rank, point in enumerate(frontier.points):
-        trial = point.trial_ids[0]
-        same = f" (= {', '.join(point.trial_ids[1:4])})" if len(point.trial_ids) > 1 else ""
-        values = [configs.get(trial, {}).get(name, "") for name in shown] + [f"{v:.5g}" for v in point.values]
-        cells = [str(rank), _link(trial, links) + same, *(cut(_cell(v), 24) for v in values)]
-        cells.append(", ".join(best.get(trial, [])))
-        yield "| " + " | ".join(cells) + " |"
-
-
-def _link(trial: str, links: Mapping[str, str]) -> str:
-    return f"[{trial}]({links[trial]})" if trial in links else trial
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _fit(head: list[str], rows: list[str], middle: list[str], failures: list[str], tail: list[str]) -> str:
-    while True:
-        content = "\n".join([*head, *rows, *middle, *failures, *tail])
-        if len(content) <= NOTE_LENGTH or not (rows or failures):
-            return cut(content, NOTE_LENGTH)
-        (failures or rows).pop()
-
-
-# -- the saved view, in the undocumented format of MLflow 3.17 ----------------------------------------------------
-
-# A key that a later version does not know is ignored.
-# fmt: off
-_PAGE = {  # what is the same for every sweep
-    "orderByKey": f"metrics.`{RANK}`", "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",
-    "datasetsFilter": [], "modelVersionFilter": "All Runs", "columnOrder": [], "columnWidths": {}, "groupBy": None,
-    "runsHiddenMode": "SHOW_ALL", "groupsExpanded": {}, "viewMaximized": False, "runListHidden": False,
-    "isAccordionReordered": True, "hideEmptyCharts": True, "useGroupedValuesInCharts": True, "chartsSearchFilter": "",
-    "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-}
-_SECTIONS = (("tradeoffs", "Trade-offs", 3), ("settings", "Settings and outcomes", 1), ("curves", "Curves", 2))
-_SECTION = {"display": True, "isReordered": False, "deleted": False, "isGenerated": False, "cardHeight": 400}
-_LINE = {
-    "lineSmoothness": 0, "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear",
-    "selectedXAxisMetricKey": "", "range": {}, "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
-    "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
-}
-# fmt: on
-
-
-def saved_view(spec: SweepSpec, sweep: str, outcomes: Sequence[TrialOutcome], created_at: int) -> str:
-    """Return the value of an experiment tag `mlflow.sharedViewState.<id>`: charts, columns, filter and sort."""
-    keys = {r.key for o in outcomes for r in final_metrics(o, spec.objectives)} | set(TRAIN_CURVES if outcomes else ())
-    # Parallel coordinates show only runs that have all that is asked for, and some axes belong to one strategy.
-    logged = [params(o) for o in outcomes]
-    shared = [name for name in varying(spec) if all(name in those for those in logged)]
-    state = json.dumps(view_state(spec, sweep, keys, shared), separators=(",", ":"))
-    packed = base64.b64encode(zlib.compress(state.encode(), 9)).decode()
-    return json.dumps({"name": sweep, "createdAt": created_at, "state": f"deflate;{packed}"})
-
-
-def view_state(spec: SweepSpec, sweep: str, metric_keys: Iterable[str], shared: Sequence[str]) -> dict[str, Any]:
-    """Return the page's state.
-
-    `metric_keys`: all that exist, each of which would get a chart of its own; `shared`: the axes that all trials have.
-    """
-    objectives = [metric_key(name) for name in spec.objectives]
-    columns = [f"metrics.`{key}`" for key in (RANK, *objectives)] + [f"params.`{key}`" for key in varying(spec)[:10]]
-    charts = list(_charts(sweep, objectives, shared[:8]))
-    for key in sorted({RANK, *metric_keys} - {c.get("metricKey") for c in charts}):
-        charts.append(_chart(sweep, f"hidden {key}", "BAR", "tradeoffs", metricKey=key, deleted=True, isGenerated=True))
-    sections = [{"uuid": _uuid(sweep, key), "name": name, "columns": n, **_SECTION} for key, name, n in _SECTIONS]
-    return {
-        **_PAGE,
-        "searchFilter": f"tags.sweep.role = 'trial' and tags.sweep.id = '{sweep}'",
-        "selectedColumns": [
-            *columns,
-            "tags.`trial.status`",
-            "tags.`trial.kind`",
-            "tags.`trial.reason`",
-            "tags.`parity.verdict`",
-        ],
-        "compareRunCharts": charts,
-        "compareRunSections": sections,
-    }
-
-
-def _charts(sweep: str, objectives: Sequence[str], settings: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for x, y in itertools.islice(itertools.combinations(objectives, 2), 6):
-        axes = {"xaxis": {"key": x, "type": "METRIC"}, "yaxis": {"key": y, "type": "METRIC"}}
-        yield _chart(sweep, f"{x} {y}", "SCATTER", "tradeoffs", **axes)
-    shown = {"selectedParams": list(settings), "selectedMetrics": list(objectives), "showAllRuns": False}
-    yield _chart(sweep, "parallel", "PARALLEL", "settings", **shown)
-    for key in ("eval/loss", "train/loss"):
-        yield _chart(sweep, key, "LINE", "curves", metricKey=key, selectedMetricKeys=[key], **_LINE)
-
-
-def _chart(sweep: str, name: str, kind: str, section: str, **fields: Any) -> dict[str, Any]:
-    ids = {"uuid": _uuid(sweep, name), "type": kind, "metricSectionId": _uuid(sweep, section)}
-    return {**ids, "runsCountToCompare": 100, "deleted": False, "isGenerated": False, **fields}
-
-
-def _uuid(sweep: str, name: str) -> str:
-    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{sweep}/{name}"))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from sweeps import mlflow_note, mlflow_page, space
 from sweeps import mlflow_view as view
-from sweeps import space
 from sweeps.compose import OFF
 from sweeps.mlflow_store import Artifacts, Store, brief, is_refusal, outages
 from sweeps.mlflow_store import tracking_uri as tracking_uri
@@ -360,13 +360,13 @@ class Recorder:
         links = {trial: f"{page}/{child.run_id}" for (trial, _), child in sorted(self._children.items())}
         resume = f"resume={self.sweep_id}" if end.status != "FINISHED" else ""
         commands = [command for command in (self.ui_command(), resume) if command]
-        return view.note(
+        return mlflow_note.note(
             self.spec, end.outcomes, end.frontier, links, headline=end.headline, view=self._page(), commands=commands
         )
 
     def _save_view(self, outcomes: Sequence[TrialOutcome]) -> None:
         """Store the comparison as a view. Its format is undocumented, and old servers hold less: no reason to fail."""
-        state = view.saved_view(self.spec, self._id, outcomes, view.milliseconds(time.time()))
+        state = mlflow_page.saved_view(self.spec, self._id, outcomes, view.milliseconds(time.time()))
         tag = f"mlflow.sharedViewState.{view.param_key(self._id)}"
         with suppress(*outages()):
             self._store.client.set_experiment_tag(self._store.experiment_id, tag, state)
