@@ -18,6 +18,7 @@ import numpy as np
 
 from sweeps.candidates import Candidate
 from sweeps.compose import arm_key, composed, key_of, learning_of
+from sweeps.curve import tokens_at
 from sweeps.objectives import OBJECTIVES, Objective
 from sweeps.outcome import TrialOutcome
 from sweeps.pareto import default_reference, hypervolume
@@ -44,13 +45,6 @@ class LearningTruth:
     """Eval losses (tokens, loss), from the base model's on."""
 
     curve: tuple[tuple[int, float], ...]
-
-    def tokens_to(self, target: float) -> float | None:
-        """Return the tokens at the first crossing of a loss, interpolated."""
-        for (before, high), (after, low) in zip(self.curve, self.curve[1:], strict=False):
-            if low <= target:
-                return before + (after - before) * (high - target) / max(high - low, 1e-12)
-        return None
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Table:
     def values(self, config: Mapping[str, Any]) -> tuple[float, ...] | None:
         """Return the true objectives of a configuration, minimised; None where it has none: no memory, or no target."""
         system = self.system(config)
-        tokens = self.learning(config).tokens_to(self.target)
+        tokens = tokens_at(self.learning(config).curve, self.target)
         if system.memory_gib > self.capacity_gib or tokens is None:
             return None
         figures = _figures(system, system.step_time_s)
@@ -153,7 +147,7 @@ class Table:
         ran = self._ran(request)
         result = {"evaluations": [{"consumed_tokens": tokens, "loss": loss} for tokens, loss in ran]}
         figures["consumed_tokens"] = float(ran[-1][0])
-        tokens = LearningTruth(ran).tokens_to(self.target)
+        tokens = tokens_at(ran, self.target)
         if tokens is not None:
             quality = _to_target(tokens, self.learning(config))
             cost = composed(figures, quality, request.candidate.num_workers, self.price)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sweeps import compose
+from sweeps.curve import tokens_at
 from sweeps.spec import SweepSpec
 from trainers.result import GIB, Evaluation, TrialResult
 from trainers.timing import summarize
@@ -31,18 +32,7 @@ def tokens_to_target(evaluations: Sequence[Evaluation], target: float) -> float 
 
     An evaluation whose loss is not finite is no point to interpolate from, and reaches no target.
     """
-    before: Evaluation | None = None
-    for after in evaluations:
-        if not math.isfinite(after.loss):
-            continue
-        if after.loss > target:
-            before = after
-            continue
-        if before is None:
-            return float(after.consumed_tokens)
-        share = (before.loss - target) / (before.loss - after.loss)
-        return before.consumed_tokens + share * (after.consumed_tokens - before.consumed_tokens)
-    return None
+    return tokens_at([(e.consumed_tokens, e.loss) for e in evaluations], target)
 
 
 def quality_figures(result: TrialResult, target: float | None, prices: Prices) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from sweeps import cost, predict, signals
 from sweeps.candidates import Candidate, Context, trial_tree
+from sweeps.curve import loss_at
 from sweeps.journal import Journal
 from sweeps.outcome import TrialOutcome
 from sweeps.parity import References
@@ -384,14 +385,9 @@ def met_by_the_base(outcomes: Sequence[TrialOutcome]) -> bool:
 
 def derived_target(measured: TrialResult) -> float | None:
     """Return the eval loss, interpolated, after REFERENCE_SHARE of the run's tokens; None if nothing was learned."""
-    evaluations = measured.evaluations
-    at = REFERENCE_SHARE * evaluations[-1].consumed_tokens
-    for before, after in itertools.pairwise(evaluations):
-        if after.consumed_tokens >= at:
-            share = (at - before.consumed_tokens) / max(after.consumed_tokens - before.consumed_tokens, 1)
-            loss = before.loss + share * (after.loss - before.loss)
-            return loss if math.isfinite(loss) and loss < evaluations[0].loss else None
-    return None
+    curve = [(e.consumed_tokens, e.loss) for e in measured.evaluations]
+    loss = loss_at(curve, REFERENCE_SHARE * curve[-1][0])
+    return loss if loss is not None and loss < curve[0][1] else None
 
 
 def drift(given: Mapping[str, Any], ran: Mapping[str, Any]) -> str:

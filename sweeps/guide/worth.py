@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from sweeps.candidates import Candidate
 from sweeps.compose import arm_key, effective, key_of, learning_of, load_of
+from sweeps.curve import loss_at
 from sweeps.guide.arms import Arm
 from sweeps.guide.beliefs import GUESS, Learning, State
 from sweeps.guide.boxes import Region
@@ -173,7 +173,7 @@ class Worth:
         runs = [o for o in self._outcomes if o.kind != "probe" and o.competes and key_of(load_of(o.config)) == load]
         rungs = [(int(BEHIND * needed), 0.0)]
         for tokens in (int(share * needed) for share in RUNGS):
-            losses = [loss for o in runs if (loss := _at(o.curve, tokens)) is not None]
+            losses = [loss for o in runs if (loss := loss_at(o.curve, tokens)) is not None]
             if len(losses) >= LEAST_PEERS:
                 rungs.append((tokens, float(np.median(losses))))
         return tuple(sorted(rungs))
@@ -233,11 +233,3 @@ class Worth:
         key = key_of(learning_of(outcome.config))
         pair = arm_key(outcome.config)
         return next((a.by_learning.get(key) for a in self._arms if (a.load, a.system) == pair), None)
-
-
-def _at(curve: Sequence[tuple[int, float]], tokens: int) -> float | None:
-    """Return a run's eval loss after so many tokens, interpolated; None where it ended before."""
-    for (before, high), (after, low) in itertools.pairwise(curve):
-        if before <= tokens <= after:
-            return high + (low - high) * (tokens - before) / max(after - before, 1)
-    return None
