@@ -29,6 +29,7 @@ class Guided(Searcher):
         self._systems, self._learning = Systems(self.arms, self.knowledge), Learning(self.arms, self.knowledge)
         self._outcomes: list[TrialOutcome] = []
         self._pending: list[Request] = []
+        self._weighed: tuple[tuple[int, tuple[int, ...]], State] | None = None
 
     def ask(self) -> Request | Ask:
         if not self.candidates:
@@ -74,9 +75,12 @@ class Guided(Searcher):
         return {c.id: why for i, why in found.items() for c in self.arms[i].by_learning.values()}
 
     def _state(self) -> State:
-        return self._systems.now(
-            self._outcomes, [self._arm_of[r.candidate.id] for r in self._pending if r.kind == "probe"]
-        )
+        """Return what is believed now; weighed once for the same outcomes and trials on their way."""
+        probes = tuple(self._arm_of[r.candidate.id] for r in self._pending if r.kind == "probe")
+        known = (len(self._outcomes), probes)
+        if self._weighed is None or self._weighed[0] != known:
+            self._weighed = known, self._systems.now(self._outcomes, probes)
+        return self._weighed[1]
 
     def _worth(self) -> Worth:
         seed = (self.seed, len(self._outcomes), len(self._pending))
