@@ -181,8 +181,13 @@ def data_tree(spec: SweepSpec) -> dict[str, Any]:
 
 def varying(candidates: Sequence[Candidate]) -> list[str]:
     """Return the axes on which the candidates that have them differ: what tells one from another in a table."""
-    names = dict.fromkeys(name for c in candidates for name in c.flat)
-    return [n for n in names if len({json.dumps(c.flat[n]) for c in candidates if n in c.flat}) > 1]
+    return varying_of([c.flat for c in candidates])
+
+
+def varying_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names on which flat configurations that have them differ."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    return [n for n in names if len({json.dumps(config[n]) for config in configs if n in config}) > 1]
 
 
 def pruned_rules(candidates: Sequence[Candidate]) -> Counter[str]:

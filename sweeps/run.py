@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from sweeps.journal import Journal
 from sweeps.objectives import OBJECTIVES
 from sweeps.search import SEARCHERS
 from sweeps.spec import SweepSpec, keys
+from sweeps.usage import described, wrapped
 from trainers.errors import UserError
 
 # What a resumed sweep may be given anew: how much to spend and where to run, never what is measured.
@@ -182,27 +181,11 @@ def usage() -> str:
     for name, path in space.shipped().items():
         lines.append(f"  {name:20} {headline(path)}")
     lines += ["", "keys (lists are tried value by value: system.micro_batch_size=[1,2,4]):"]
-    for key, (kind, default, help_text) in keys().items():
-        shown = default[0] if isinstance(default, tuple) and len(default) == 1 else default
-        shown = list(shown) if isinstance(shown, tuple) else "null" if shown is None else shown
-        lines.append(
-            f"  {key}: {kind} = {shown if shown != '' else repr('')}"
-            if key != "space"
-            else "  space: the space's name or path"
-        )
-        if key in REGISTERED:
-            help_text = f"{help_text}. One of: {', '.join(REGISTERED[key])}"
-        if help_text:
-            lines += wrapped(help_text)
+    lines += ["  space: the space's name or path"]
+    lines += described({key: of for key, of in keys().items() if key != "space"}, REGISTERED)
     lines += ["  resume: latest or a sweep's id", *wrapped(f"continue a sweep; may change {', '.join(RESUMABLE)}")]
     lines += ["", "exit status: 0; 1 no trial completed (out of memory, too); 2 bad input; 130 interrupted"]
     return "\n".join(lines)
-
-
-def wrapped(text: str) -> list[str]:
-    """Return a help text as lines that fit the terminal, indented."""
-    width = min(max(shutil.get_terminal_size().columns, 60), 120)
-    return textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 def headline(path: Path) -> str:

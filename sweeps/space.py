@@ -72,20 +72,21 @@ def found_or_told(name: str, overrides: Mapping[str, Any]) -> Path:
     raise UserError(faults)
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(arguments: Sequence[str], known: Collection[str] | None = None) -> dict[str, Any]:
     """Split `key=value` arguments; values keep their text, and `[…]`, `{…}` and quotes are YAML.
 
-    Raises UserError with every argument that is not of that form.
+    `known`: the keys that there are; default: a sweep's. Raises UserError with every argument that is not of that form.
     """
+    names = known or [*keys(), "space", "resume"]
     overrides: dict[str, Any] = {}
     faults = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         key = key.removeprefix("--").strip().replace("[", ".").replace("]", "").lstrip(".")  # a[b] is a.b
-        if argument in shipped():
+        if argument in shipped() and known is None:
             faults.append(f"{argument!r} is not key=value (did you mean space={argument}?)")
         elif not equals or not key:
-            faults.append(f"{argument!r} is not key=value{did_you_mean(key, [*keys(), 'space', 'resume'])}")
+            faults.append(f"{argument!r} is not key=value{did_you_mean(key, names)}")
         elif key in overrides:
             faults.append(f"{key} is given twice: {key}={_text(overrides[key])} and {argument}")
         else:

@@ -22,6 +22,7 @@ from sweeps.candidates import (
 )
 from sweeps.clusters import price_per_gpu_hour
 from sweeps.compose import effective
+from sweeps.decide import simplicity
 from sweeps.desk import Screen, SweepDesk
 from sweeps.journal import Journal, check_writable
 from sweeps.knowledge import knowledge_of
@@ -284,12 +285,6 @@ def ending(desk: SweepDesk, stopped: BaseException | None, untried: int) -> tupl
 def states(outcomes: Sequence[TrialOutcome]) -> dict[str, str]:
     """Return what became of the candidates that ran: id to status."""
     return {o.candidate_id: o.status for o in outcomes}
-
-
-def simplicity(outcome: TrialOutcome) -> tuple[int, int, str]:
-    """Sort key of configurations with equal figures: fewer dimensions of parallelism first, then fewer workers."""
-    dimensions = sum(int(outcome.config.get(degree) or 1) > 1 for degree in ("tp", "pp", "cp"))
-    return dimensions, outcome.num_workers, outcome.trial_id
 
 
 def warnings(outcomes: Sequence[TrialOutcome], precision: float) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from trainers.ranks import World
+from trainers.result import GIB
 
 _LIBRARIES = ("torch", "transformers", "peft", "ray")
 
@@ -21,6 +22,7 @@ def describe(world: World) -> dict[str, str]:
     facts["threads_per_worker"] = str(torch.get_num_threads())
     if world.device.type == "cuda":
         facts["cuda"] = str(torch.version.cuda)
+        facts["device_memory_gib"] = f"{torch.cuda.get_device_properties(world.device).total_memory / GIB:.2f}"
     for name in _LIBRARIES:
         try:
             facts[name] = version(name)
