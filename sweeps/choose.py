@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from sweeps import reasons, space
-from sweeps.candidates import varying_of
+from sweeps.candidates import DERIVED, varying_of
 from sweeps.clusters import price_per_gpu_hour
 from sweeps.decide import Decision, Wish, decide, priced
 from sweeps.journal import Journal
@@ -95,7 +95,7 @@ def choose(request: Request) -> Choice:
     price = price if price is not None else price_per_gpu_hour(spec, lambda _: None)
     trials = priced([o for o in journal.read() if not o.cut_short], price)
     decision = decide(trials, request)
-    axes = tuple(varying_of([t.config for t in trials]))
+    axes = tuple(name for name in varying_of([t.config for t in trials]) if name not in DERIVED)
     baseline = trials[0] if spec.baseline is not None else None  # it ran first
     capacity = device_memory_gib(spec, trials)
     return Choice(

@@ -74,8 +74,8 @@ class Decision:
     """The choice and what it rests on; without a choice, what would have to give."""
 
     wish: Wish
-    figure: str
-    """what is compared first"""
+    order: tuple[str, ...]
+    """the figures that are compared, most important first; with weights those that are weighed"""
     choice: TrialOutcome | None
     next_best: TrialOutcome | None
     considered: tuple[TrialOutcome, ...]
@@ -124,20 +124,20 @@ def decide(trials: Sequence[TrialOutcome], wish: Wish) -> Decision:
             f"{', '.join(unknown)}: no trial of this sweep reached a target, so none has a cost or time to it"
         )
     contenders = to_target or able
-    worth, figure = _worth(wish, contenders, bool(to_target))
+    worth, order = _worth(wish, contenders, bool(to_target))
     feasible = [t for t in contenders if all(limit.holds(t) for limit in limits)]
     if not feasible:
-        return Decision(wish, figure, None, None, (), (), None, _relaxations(contenders, limits, worth))
+        return Decision(wish, order, None, None, (), (), None, _relaxations(contenders, limits, worth))
     ranked = sorted(feasible, key=lambda t: (*worth(t), simplicity(t)))
-    spread = _composed_spread(trials)
-    tied = [t for t in ranked if _as_good(t, ranked[0], worth, _scatter(ranked[0], t, figure, spread))]
-    choice = min(tied, key=simplicity)
+    spread, compared = _composed_spread(trials), order if wish.weights is not None else order[:1]
+    tied = [t for t in ranked if _as_good(t, ranked[0], worth, _scatter(ranked[0], t, compared, spread))]
+    choice = min(tied, key=lambda t: simplicity(t)[:2])  # of those as simple the best
     rest = [t for t in ranked if t is not choice]
     following = rest[0] if rest else None
     confidence = (
-        _confidence(choice, following, worth, _scatter(choice, following, figure, spread)) if following else None
+        _confidence(choice, following, worth, _scatter(choice, following, compared, spread)) if following else None
     )
-    return Decision(wish, figure, choice, following, (choice, *rest), tuple(tied), confidence)
+    return Decision(wish, order, choice, following, (choice, *rest), tuple(tied), confidence)
 
 
 def simplicity(outcome: TrialOutcome) -> tuple[int, int, str]:
@@ -150,11 +150,11 @@ Worth = Callable[[TrialOutcome], tuple[float, ...]]
 """What is minimised, most important first"""
 
 
-def _worth(wish: Wish, contenders: Sequence[TrialOutcome], to_target: bool) -> tuple[Worth, str]:
-    """Return how trials are compared, and the figure that comes first."""
+def _worth(wish: Wish, contenders: Sequence[TrialOutcome], to_target: bool) -> tuple[Worth, tuple[str, ...]]:
+    """Return how trials are compared, and by which figures."""
     cost = COST if to_target else TOKEN_COST
     if wish.weights is not None:
-        return _weighted(wish.weights, contenders), "weights"
+        return _weighted(wish.weights, contenders), tuple(wish.weights)
     orders: dict[str, tuple[str, ...]] = {
         "cheapest": (cost, MEMORY),
         "fastest": (TIME if to_target else RATE, cost),
@@ -162,7 +162,7 @@ def _worth(wish: Wish, contenders: Sequence[TrialOutcome], to_target: bool) -> t
         "safest": (MEMORY, cost),
     }
     order = orders[wish.priority]
-    return (lambda t: tuple(_sign(name) * figure_of(t, name) for name in order)), order[0]
+    return (lambda t: tuple(_sign(name) * figure_of(t, name) for name in order)), order
 
 
 def _sign(name: str) -> float:
@@ -224,12 +224,12 @@ def _composed_spread(trials: Sequence[TrialOutcome]) -> float:
     return (max(seen) if seen else COMPOSED) / Z95
 
 
-def _scatter(one: TrialOutcome, other: TrialOutcome, figure: str, composed: float) -> float:
+def _scatter(one: TrialOutcome, other: TrialOutcome, compared: Sequence[str], composed: float) -> float:
     """Return a standard deviation of the logarithm of a figure's ratio between two trials; memory does not scatter."""
-    if figure in (MEMORY, WORKERS):
+    if set(compared) <= {MEMORY, WORKERS}:
         return 0.0
     parts = [t.metrics.get("step_time_precision", 0.0) / Z95 for t in (one, other)]
-    parts += [composed for t in (one, other) if t.composed_with is not None and figure in (COST, TIME, "weights")]
+    parts += [composed for t in (one, other) if t.composed_with is not None and {COST, TIME} & set(compared)]
     return math.hypot(*parts)
 
 

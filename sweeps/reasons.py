@@ -29,9 +29,8 @@ def shown(name: str, value: float) -> str:
 
 def why(decision: Decision, axes: Sequence[str]) -> str:
     """Return the reason against the runners-up, in one paragraph. `axes`: what tells configurations apart."""
-    choice, other, name = decision.choice, decision.next_best, decision.figure
+    choice, other, first = decision.choice, decision.next_best, decision.order[0]
     assert choice is not None, "there is a reason for a choice only"
-    first = COST if name == "weights" else name
     leads = {
         "cheapest": "the cheapest", "fastest": "the fastest", "smallest": "the smallest",
         "safest": "the one that leaves most memory",
@@ -73,13 +72,14 @@ def if_wrong(decision: Decision) -> str:
     choice, other = decision.choice, decision.next_best
     if choice is None or other is None:
         return "there is no other configuration that meets the constraints"
-    name = COST if decision.figure == "weights" else decision.figure
-    a, b = figure_of(other, name), figure_of(choice, name)
-    if name in OBJECTIVES and OBJECTIVES[name].sign * (a - b) < 0:
-        return f"nothing: trial {other.trial_id} is as good, with {shown(name, a)}"
-    if a == b:
-        return f"nothing in {name}: trial {other.trial_id} has {shown(name, a)}, too"
-    return f"the next best, trial {other.trial_id}, has {shown(name, a)}{_relative(a, b)}"
+    for name in decision.order:
+        a, b = figure_of(other, name), figure_of(choice, name)
+        if a != b:
+            better = name in OBJECTIVES and OBJECTIVES[name].sign * (a - b) < 0
+            if better and len(decision.tied) > 1:
+                return f"nothing: trial {other.trial_id} is as good, with {shown(name, a)}"
+            return f"the next best, trial {other.trial_id}, has {shown(name, a)}{_relative(a, b)}"
+    return f"nothing: trial {other.trial_id} has the same figures"
 
 
 def confidence(decision: Decision) -> str:
